@@ -1,0 +1,435 @@
+"""The ledger: what has come, what is waiting, and what is to be done next.
+
+Two rules. Everything that decides the fate of a shard lives in this file (and, of versions, in `progress`).
+And it knows no clock, no path, no socket and no tensor: stimuli come in, each with the time at which it
+happened; instructions go out, and the service is the one place that turns them into I/O. Failure of outside
+work is a stimulus like any other.
+
+The life of one shard is the table `TRANSITIONS` at the end of the file: for each state and stimulus the step
+to take. What the table lacks cannot happen, short of a defect of ours::
+
+    queued -> inspecting -> placing -> applied
+       ^          |            |
+       |          v            v
+       +------ deferred     rejected       deferred: it is still being written, or changed while it was read
+
+A shard is *inspected* (opened, its header checked against the slot table, nothing copied) before the ledger
+decides whether it may be *placed*: a stale version never touches the model.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from . import events, wire
+from .errors import Reason, printable
+from .progress import Coverage, Versions
+from .stimuli import (
+    DropVersion,
+    Expired,
+    Gone,
+    Inspect,
+    Inspected,
+    Instruction,
+    NotReady,
+    Place,
+    Placed,
+    Publish,
+    Refused,
+    Release,
+    Reply,
+    Seen,
+    ShardStimulus,
+    Stimulus,
+    Stop,
+    Tick,
+)
+
+IN_FLIGHT = 2
+"""Shards that are inspected or placed at the same time: one being copied, one ready to follow."""
+REMEMBERED_REJECTIONS = 100
+RETRIES = 5
+"""Times that a shard which changed while it was read is tried again."""
+FIRST_DELAY = 0.002
+LONGEST_DELAY = 2.0
+"""Seconds between two looks at a file that is still being written: doubled from the first to the longest."""
+
+
+class State(enum.StrEnum):
+    """Where a shard stands."""
+
+    QUEUED = "queued"
+    INSPECTING = "inspecting"
+    DEFERRED = "deferred"
+    PLACING = "placing"
+    APPLIED = "applied"
+    REJECTED = "rejected"
+
+
+FINAL = frozenset({State.APPLIED, State.REJECTED})
+WORKED_ON = frozenset({State.INSPECTING, State.PLACING})
+
+
+@dataclass(slots=True)
+class Shard:
+    """One shard and what is known of it."""
+
+    key: str
+    name: str
+    source: str
+    held: int
+    """Bytes of ours that it occupies until it is done."""
+    identity: Hashable
+    content: Hashable
+    state: State = State.QUEUED
+    why: str = ""
+    due: float = 0.0
+    looks: int = 0
+    """Times in a row that it was found unfinished."""
+    retries: int = 0
+    """Times that it changed while it was read."""
+    again: Seen | None = None
+    """It was seen anew while it was being worked on."""
+    gone: bool = False
+    version: int | None = None
+    slots: tuple[int, ...] = ()
+    skipped: int = 0
+    nbytes: int = 0
+
+
+class Ledger:
+    """Feed it stimuli with `handle`; do what it returns, in order.
+
+    Args:
+        coverage: The model in numbers.
+        held_limit: Bytes of shards that clients may have in our memory; one more is answered ``busy``.
+        known_limit: Finished shards that are remembered, so that seeing them again does nothing.
+    """
+
+    def __init__(self, coverage: Coverage, *, held_limit: int, known_limit: int) -> None:
+        self.held_limit = held_limit
+        self.known_limit = known_limit
+        self.versions = Versions(coverage)
+        self.shards: dict[str, Shard] = {}
+        self.queue: OrderedDict[str, None] = OrderedDict()
+        self.finished: OrderedDict[str, None] = OrderedDict()
+        self.in_flight: set[str] = set()
+        self.deferred: set[str] = set()
+        self.held = 0
+        self.stopping = False
+        self.filled = 0
+        self.pending: tuple[wire.PendingHalf, ...] = ()
+        self.pending_at = 0.0
+        """When ``pending`` was told; its ages count from then."""
+        self.rejected: deque[tuple[float, events.ShardRefused]] = deque(maxlen=REMEMBERED_REJECTIONS)
+        self.counters: dict[str, float] = dict.fromkeys(
+            (
+                "shards_applied",
+                "shards_rejected",
+                "tensors_applied",
+                "tensors_skipped",
+                "tensors_duplicate",
+                "bytes_applied",
+                "layers_fused",
+                "halves_expired",
+            ),
+            0,
+        )
+
+    def handle(self, stimulus: Stimulus) -> list[Instruction]:
+        """Take in what happened and return what is to be done about it, in order."""
+        out: list[Instruction] = []
+        match stimulus:
+            case ShardStimulus() if stimulus.key in self.shards:
+                shard = self.shards[stimulus.key]
+                step = TRANSITIONS.get((shard.state, type(stimulus)))
+                if step is None:
+                    raise AssertionError(f"{stimulus} for shard {shard.name}, which is {shard.state}")
+                step(self, shard, stimulus, out)
+            case Seen():
+                self._meet(stimulus, out)
+            case Gone() | Tick():
+                pass
+            case Expired():
+                self._expire(stimulus, out)
+            case Stop():
+                self._stop(stimulus, out)
+            case _:
+                raise AssertionError(f"{stimulus}: nothing that the ledger knows of")
+        self._wake(stimulus.now)
+        self._start_next(out)
+        return out
+
+    def next_due(self) -> float | None:
+        """When the next deferred shard wants to be looked at, in the stimuli's time; None if none does."""
+        return min((self.shards[key].due for key in self.deferred), default=None)
+
+    @property
+    def busy(self) -> bool:
+        """Whether any shard is queued or being worked on."""
+        return bool(self.queue or self.in_flight)
+
+    def validate(self) -> None:
+        """Check the invariants; for tests, after each step."""
+        by_state: dict[State, set[str]] = {state: set() for state in State}
+        for key, shard in self.shards.items():
+            assert key == shard.key
+            by_state[shard.state].add(key)
+        assert by_state[State.INSPECTING] | by_state[State.PLACING] == self.in_flight
+        assert len(self.in_flight) <= IN_FLIGHT
+        assert by_state[State.DEFERRED] == self.deferred
+        assert set(self.queue) == by_state[State.QUEUED]
+        assert set(self.finished) == by_state[State.APPLIED] | by_state[State.REJECTED]
+        assert len(self.finished) <= self.known_limit
+        assert self.held == sum(s.held for s in self.shards.values() if s.state not in FINAL)
+        assert not self.queue or len(self.in_flight) == IN_FLIGHT or self.stopping
+        self.versions.validate()
+
+    # ------------------------------------------------------------------- steps: what the table refers to
+
+    def _meet(self, seen: Seen, out: list[Instruction]) -> None:
+        """A shard that is new to us."""
+        detail = ""
+        if self.stopping:
+            detail = "the daemon is stopping"
+        elif seen.held and self.held and self.held + seen.held > self.held_limit:
+            detail = (
+                f"shards of {self.held} bytes are in flight, "
+                f"the limit is {self.held_limit} (socket.in_flight_bytes)"
+            )
+        if detail:
+            out.append(Reply(seen.key, wire.Answer(status="busy", shard=seen.name, detail=detail)))
+            out.append(Release(seen.key))
+            return
+        self.held += seen.held
+        self.shards[seen.key] = Shard(
+            seen.key, seen.name, seen.source, seen.held, seen.identity, seen.content
+        )
+        self.queue[seen.key] = None
+
+    def _renew(self, shard: Shard, seen: Seen, _out: list[Instruction]) -> None:
+        shard.identity, shard.content = seen.identity, seen.content
+
+    def _look_now(self, shard: Shard, seen: Seen, _out: list[Instruction]) -> None:
+        if seen.identity != shard.identity:
+            shard.looks = 0
+        shard.identity, shard.content = seen.identity, seen.content
+        shard.due = (
+            seen.now
+        )  # whatever its looks: a file that was just closed need not differ from an open one
+
+    def _remember(self, shard: Shard, seen: Seen, _out: list[Instruction]) -> None:
+        shard.again, shard.gone = seen, False
+
+    def _again_if_new_bytes(self, shard: Shard, seen: Seen, _out: list[Instruction]) -> None:
+        """What was applied is applied again only for new bytes: a chmod must not bring old weights back."""
+        if seen.content != shard.content:
+            self._requeue(shard, seen)
+
+    def _again_if_changed(self, shard: Shard, seen: Seen, _out: list[Instruction]) -> None:
+        """What was rejected is tried again for any change: a chmod may be the cure."""
+        if seen.identity != shard.identity:
+            self._requeue(shard, seen)
+
+    def _lose(self, shard: Shard, gone: Gone, out: list[Instruction]) -> None:
+        """It vanished before it could be read: that is an outcome, and it is told."""
+        shard.gone = True
+        self._reject(shard, Reason.VANISHED, "deleted or moved away before it could be read", gone.now, out)
+
+    def _note_gone(self, shard: Shard, _gone: Gone, _out: list[Instruction]) -> None:
+        shard.gone, shard.again = True, None
+
+    def _forget_finished(self, shard: Shard, _gone: Gone, _out: list[Instruction]) -> None:
+        self._forget(shard)
+
+    def _decide(self, shard: Shard, found: Inspected, out: list[Instruction]) -> None:
+        shard.version, shard.slots = found.version, found.slots
+        shard.skipped, shard.nbytes = found.skipped, found.nbytes
+        stale = self.versions.stale(found.version)
+        if stale:
+            self._reject(shard, Reason.STALE_VERSION, stale, found.now, out)
+            return
+        out += map(DropVersion, self.versions.begin(found.version))
+        shard.state = State.PLACING
+        out.append(Place(shard.key, found.version))
+
+    def _defer(self, shard: Shard, unready: NotReady, out: list[Instruction]) -> None:
+        self._put_off(shard, unready.why, unready.now, out)
+
+    def _refuse(self, shard: Shard, refused: Refused, out: list[Instruction]) -> None:
+        self.filled -= len(refused.unfilled)
+        self.versions.unfill([(v, slot) for v in self.versions.progress for slot in refused.unfilled])
+        if refused.transient and shard.retries < RETRIES and not self.stopping:
+            shard.retries += 1
+            out.append(Release(shard.key))
+            self._put_off(shard, f"{refused.reason}: {refused.detail}", refused.now, out)
+        else:
+            self._reject(shard, refused.reason, refused.detail, refused.now, out)
+
+    def _settle(self, shard: Shard, placed: Placed, out: list[Instruction]) -> None:
+        self.filled = placed.filled
+        self.pending, self.pending_at = placed.pending, placed.now
+        self._count(
+            shards_applied=1,
+            tensors_applied=len(shard.slots),
+            tensors_skipped=shard.skipped,
+            tensors_duplicate=placed.duplicates,
+            bytes_applied=shard.nbytes,
+            layers_fused=len(placed.fused),
+        )
+        out += map(Publish, self.versions.advance(shard.version, shard.slots, placed))
+        waiting = tuple(placed.waiting.values())
+        message = f"shard {shard.name} applied: {len(shard.slots)} tensors"
+        message += f", {len(waiting)} waiting for a partner" if waiting else ""
+        message += f", {shard.skipped} skipped" if shard.skipped else ""
+        out.append(
+            Publish(
+                events.ShardApplied(
+                    version=shard.version,
+                    message=message,
+                    shard=shard.name,
+                    source=shard.source,
+                    tensors=len(shard.slots),
+                    skipped=shard.skipped,
+                    waiting=waiting,
+                    nbytes=shard.nbytes,
+                    seconds=placed.seconds,
+                )
+            )
+        )
+        announced, over = self.versions.complete(shard.version, placed)
+        out += map(Publish, announced)
+        out += map(DropVersion, over)
+        answer = wire.Answer(
+            status="applied",
+            shard=shard.name,
+            version=shard.version,
+            detail=printable(message),
+            tensors=len(shard.slots),
+            nbytes=shard.nbytes,
+            fused=placed.fused,
+            waiting=waiting,
+        )
+        self._finish(shard, State.APPLIED, answer, out)
+
+    # ----------------------------------------------------------------------------------- parts of steps
+
+    def _put_off(self, shard: Shard, why: str, now: float, out: list[Instruction]) -> None:
+        if shard.gone:
+            self._lose(shard, Gone(key=shard.key, now=now), out)
+            return
+        if shard.again is not None:
+            shard.identity, shard.content, shard.again = shard.again.identity, shard.again.content, None
+        self.in_flight.discard(shard.key)
+        self.deferred.add(shard.key)
+        shard.state = State.DEFERRED
+        shard.why = printable(why)
+        shard.due = now + min(LONGEST_DELAY, FIRST_DELAY * 2 ** min(shard.looks, 16))
+        shard.looks += 1
+
+    def _reject(self, shard: Shard, reason: Reason, detail: str, now: float, out: list[Instruction]) -> None:
+        detail = printable(detail)
+        event = events.ShardRefused(
+            version=shard.version,
+            message=f"shard {shard.name} rejected: {reason}: {detail}",
+            shard=shard.name,
+            source=shard.source,
+            reason=reason.value,
+            detail=detail,
+        )
+        self.rejected.append((now, event))
+        self._count(shards_rejected=1)
+        out.append(Publish(event))
+        answer = wire.Answer(
+            status="rejected", shard=shard.name, version=shard.version, reason=reason.value, detail=detail
+        )
+        self._finish(shard, State.REJECTED, answer, out)
+
+    def _finish(self, shard: Shard, state: State, answer: wire.Answer, out: list[Instruction]) -> None:
+        out += [Reply(shard.key, answer), Release(shard.key)]
+        self.in_flight.discard(shard.key)
+        self.deferred.discard(shard.key)
+        self.queue.pop(shard.key, None)
+        self.held -= shard.held
+        again, shard.again = shard.again, None
+        shard.state, shard.slots, shard.why, shard.looks, shard.retries = state, (), "", 0, 0
+        if shard.gone or shard.identity is None:  # nothing will show it again
+            self._forget(shard)
+            return
+        self.finished[shard.key] = None
+        while len(self.finished) > self.known_limit:
+            del self.shards[self.finished.popitem(last=False)[0]]
+        if again is not None:
+            TRANSITIONS[state, Seen](self, shard, again, out)
+
+    def _requeue(self, shard: Shard, seen: Seen) -> None:
+        self.finished.pop(shard.key, None)
+        shard.identity, shard.content, shard.version = seen.identity, seen.content, None
+        shard.state = State.QUEUED
+        self.shards[shard.key] = shard
+        self.held += shard.held
+        self.queue[shard.key] = None
+
+    def _forget(self, shard: Shard) -> None:
+        self.finished.pop(shard.key, None)
+        self.shards.pop(shard.key, None)
+
+    def _count(self, **counts: float) -> None:
+        for name, count in counts.items():
+            self.counters[name] += count
+
+    def _expire(self, expired: Expired, out: list[Instruction]) -> None:
+        self.pending, self.pending_at = expired.pending, expired.now
+        self._count(halves_expired=len(expired.halves))
+        self.versions.unfill(expired.slots)
+        out += map(Publish, expired.halves)
+
+    def _wake(self, now: float) -> None:
+        for key in [key for key in self.deferred if self.shards[key].due <= now]:
+            self.deferred.discard(key)
+            self.shards[key].state = State.QUEUED
+            self.queue[key] = None
+
+    def _start_next(self, out: list[Instruction]) -> None:
+        while self.queue and len(self.in_flight) < IN_FLIGHT and not self.stopping:
+            shard = self.shards[self.queue.popitem(last=False)[0]]
+            shard.state = State.INSPECTING
+            self.in_flight.add(shard.key)
+            out.append(Inspect(shard.key))
+
+    def _stop(self, stop: Stop, out: list[Instruction]) -> None:
+        """Files stay where they are for the next start; what a client sent must be answered."""
+        self.stopping = True
+        for shard in list(self.shards.values()):
+            if shard.held and shard.state not in FINAL | WORKED_ON:
+                self._reject(
+                    shard, Reason.STOPPING, "the daemon is stopping; send it again later", stop.now, out
+                )
+
+
+Step: TypeAlias = Callable[[Ledger, Shard, Any, list[Instruction]], None]
+
+TRANSITIONS: dict[tuple[State, type[ShardStimulus]], Step] = {
+    (State.QUEUED, Seen): Ledger._renew,
+    (State.QUEUED, Gone): Ledger._lose,
+    (State.INSPECTING, Seen): Ledger._remember,
+    (State.INSPECTING, Gone): Ledger._note_gone,
+    (State.INSPECTING, Inspected): Ledger._decide,
+    (State.INSPECTING, NotReady): Ledger._defer,
+    (State.INSPECTING, Refused): Ledger._refuse,
+    (State.DEFERRED, Seen): Ledger._look_now,
+    (State.DEFERRED, Gone): Ledger._lose,
+    (State.PLACING, Seen): Ledger._remember,
+    (State.PLACING, Gone): Ledger._note_gone,
+    (State.PLACING, Placed): Ledger._settle,
+    (State.PLACING, Refused): Ledger._refuse,
+    (State.APPLIED, Seen): Ledger._again_if_new_bytes,
+    (State.APPLIED, Gone): Ledger._forget_finished,
+    (State.REJECTED, Seen): Ledger._again_if_changed,
+    (State.REJECTED, Gone): Ledger._forget_finished,
+}
+"""(state, stimulus) -> step: the whole life of a shard."""

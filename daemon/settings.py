@@ -1,0 +1,184 @@
+"""The settings: a TOML file read into frozen Structs. Unknown key, wrong type, missing file: an error.
+
+Every key with its default and its reason stands in ``config/fusewire.toml``; a test keeps the two alike.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+
+from .errors import SettingsError, printable
+
+MIB = 1024 * 1024
+GIB = 1024 * MIB
+
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
+Bytes = Annotated[int, msgspec.Meta(gt=0)]
+Count = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class Model(_Section, frozen=True, kw_only=True):
+    """Which model is resident, and where its first weights come from."""
+
+    config: str
+    """Path of the checkpoint's config.json."""
+    checkpoint: str = ""
+    """Folder of a Hugging Face checkpoint to load at start; empty: start without weights."""
+    dtype: Literal["checkpoint", "float32", "bfloat16", "float16"] = "checkpoint"
+    device: str = "cpu"
+    threads: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Torch's threads for forward passes; 0 leaves torch's own choice."""
+
+
+class Folder(_Section, frozen=True, kw_only=True):
+    """The drop folder."""
+
+    enabled: bool = True
+    path: str = "/var/lib/fusewire/shards"
+    reconcile_interval: Seconds = 5.0
+    """Seconds between full scans: events are hints, the scan is the truth."""
+    settle: Seconds = 0.5
+    """Seconds for which a file must not have changed, where no read lease tells that its writer is done."""
+    incomplete_after: Seconds = 30.0
+    """Seconds without growth after which an incomplete file that nobody can be seen writing is rejected."""
+    polling: Literal["auto", "always", "never"] = "auto"
+
+
+class Socket(_Section, frozen=True, kw_only=True):
+    """Where trainers push shards."""
+
+    enabled: bool = True
+    endpoint: str = "ipc:///run/fusewire/ingest.sock"
+    max_put_bytes: Bytes = 256 * MIB
+    in_flight_bytes: Bytes = 1 * GIB
+
+
+class Events(_Section, frozen=True, kw_only=True):
+    """Where events are published."""
+
+    endpoint: str = "ipc:///run/fusewire/events.sock"
+    heartbeat_interval: Seconds = 2.0
+    remembered: Count = 20_000
+    """Events kept for ``replay``."""
+
+
+class Control(_Section, frozen=True, kw_only=True):
+    """Where questions are answered."""
+
+    endpoint: str = "ipc:///run/fusewire/control.sock"
+    socket_mode: Annotated[int, msgspec.Meta(ge=0, le=0o777)] = 0o660
+    """Mode of all ipc sockets."""
+    generate_queue: Count = 8
+    """``generate`` requests that may wait; one more is refused."""
+
+
+class Fusion(_Section, frozen=True, kw_only=True):
+    """Bounds of the fusion cache."""
+
+    max_bytes: Bytes = 2 * GIB
+    max_age: Seconds = 3600.0
+
+
+class Limits(_Section, frozen=True, kw_only=True):
+    """What a shard may cost."""
+
+    header_bytes: Annotated[int, msgspec.Meta(ge=8, le=100_000_000)] = 16 * MIB
+    unleased_bytes: Bytes = 4 * GIB
+    """Largest shard file without a read lease that is buffered, to be proven before live weights change."""
+    known_shards: Count = 200_000
+    """Shards whose outcome is remembered; the oldest are forgotten first."""
+
+
+class Loader(_Section, frozen=True, kw_only=True):
+    """How bytes are copied."""
+
+    threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
+    block_bytes: Annotated[int, msgspec.Meta(ge=65536)] = 4 * MIB
+    leases: bool = True
+    """False: never take read leases, read with preadv (for file systems on which leases misbehave)."""
+
+
+class Log(_Section, frozen=True, kw_only=True):
+    """Where and how much is logged."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["auto", "console", "json"] = "auto"
+
+
+class Metrics(_Section, frozen=True, kw_only=True):
+    """Prometheus metrics over HTTP, on loopback only."""
+
+    enabled: bool = True
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 9105
+    """0 takes any free port; it is logged."""
+
+
+class Settings(_Section, frozen=True, kw_only=True):
+    """Everything that can be set."""
+
+    model: Model
+    folder: Folder = Folder()
+    socket: Socket = Socket()
+    events: Events = Events()
+    control: Control = Control()
+    fusion: Fusion = Fusion()
+    limits: Limits = Limits()
+    loader: Loader = Loader()
+    log: Log = Log()
+    metrics: Metrics = Metrics()
+
+
+def load(path: str | os.PathLike[str]) -> Settings:
+    """Read a settings file. Relative paths in it are taken relative to the folder of the file.
+
+    Raises:
+        SettingsError: The file can't be read, isn't TOML, or holds an unknown key or an impossible value; the
+            message names the file and the key.
+    """
+    path = Path(path)
+    try:
+        settings = msgspec.toml.decode(path.read_bytes(), type=Settings)
+    except OSError as error:
+        raise SettingsError(
+            f"settings file {path}: {error.strerror}. Give its path with --config; "
+            "config/fusewire.toml in the source tree is a commented one to start from."
+        ) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"settings file {path}: {printable(error)}") from error
+    return _resolved(settings, path.absolute().parent)
+
+
+def dumps(settings: Settings) -> str:
+    """Return the effective values as TOML."""
+    return msgspec.toml.encode(settings).decode()
+
+
+def _resolved(settings: Settings, base: Path) -> Settings:
+    def absolute(value: str) -> str:
+        return str(base / Path(value).expanduser()) if value else value
+
+    def endpoint(value: str) -> str:
+        scheme, separator, address = value.partition("://")
+        return f"{scheme}{separator}{absolute(address)}" if scheme == "ipc" and address else value
+
+    replace = msgspec.structs.replace
+    return replace(
+        settings,
+        model=replace(
+            settings.model,
+            config=absolute(settings.model.config),
+            checkpoint=absolute(settings.model.checkpoint),
+        ),
+        folder=replace(settings.folder, path=absolute(settings.folder.path)),
+        socket=replace(settings.socket, endpoint=endpoint(settings.socket.endpoint)),
+        events=replace(settings.events, endpoint=endpoint(settings.events.endpoint)),
+        control=replace(settings.control, endpoint=endpoint(settings.control.endpoint)),
+    )

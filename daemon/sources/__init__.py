@@ -1,0 +1,1 @@
+"""Where shards come from: the drop folder and the ingest socket. Each file owns one foreign library."""
