@@ -14,7 +14,9 @@ from .errors import ProtocolError, printable
 from .events import AnyEvent
 
 HEADER_LIMIT = 64 * 1024
-"""Longest request header, in bytes."""
+"""Longest header of an ingest request, in bytes."""
+CONTROL_LIMIT = 4 * 1024 * 1024
+"""Longest control request, in bytes: a prompt of 131,072 token ids fits."""
 
 Version = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Label = Annotated[str, msgspec.Meta(max_length=200)]
@@ -251,26 +253,26 @@ def encode(message: msgspec.Struct) -> bytes:
 
 def decode_ingest_request(frame: bytes) -> IngestRequest:
     """Read an ingest header. Raises ProtocolError, saying what is wrong with it."""
-    return _decode(_ingest_requests, frame, "ingest request")
+    return _decode(_ingest_requests, frame, "ingest request", HEADER_LIMIT)
 
 
 def decode_ingest_reply(frame: bytes) -> IngestReply:
     """Read the answer to an ingest request. Raises ProtocolError, saying what is wrong with it."""
-    return _decode(_ingest_replies, frame, "ingest answer", limit=None)
+    return _decode(_ingest_replies, frame, "ingest answer")
 
 
 def decode_control_request(frame: bytes) -> ControlRequest:
     """Read a control request. Raises ProtocolError, saying what is wrong with it."""
-    return _decode(_control_requests, frame, "control request")
+    return _decode(_control_requests, frame, "control request", CONTROL_LIMIT)
 
 
 def decode_control_reply(frame: bytes) -> ControlReply:
     """Read a control reply. Raises ProtocolError, saying what is wrong with it."""
-    return _decode(_control_replies, frame, "control reply", limit=None)
+    return _decode(_control_replies, frame, "control reply")
 
 
 def _decode(
-    decoder: msgspec.json.Decoder[_Message], frame: bytes, what: str, limit: int | None = HEADER_LIMIT
+    decoder: msgspec.json.Decoder[_Message], frame: bytes, what: str, limit: int | None = None
 ) -> _Message:
     if limit is not None and len(frame) > limit:
         raise ProtocolError(f"{what} of {len(frame)} bytes: at most {limit} are allowed")

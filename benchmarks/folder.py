@@ -1,0 +1,190 @@
+"""From close() of a shard in the drop folder to its event in another process.
+
+Beside it, in the same rounds: memcpy, and the usual way to reload.
+
+Run: ``python benchmarks/folder.py [--rounds N] [--quick]``. Two shards: one fused pair of 65 MB, and about
+2 GB of a DeepSeek-V2-wide layer. Both lie in the page cache. In each round, in turn:
+
+* memcpy: the same bytes, RAM to RAM, warm, on two threads: the floor;
+* the usual way: ``safetensors.torch.load_file``, ``torch.cat`` of the halves, ``copy_`` into the parameters,
+  in this process, without any event: what a reload in place costs elsewhere;
+* fusewire: the time from close() of the file to the arrival of its ``shard.applied`` event, in this process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from fusewire.daemon import events
+from fusewire.daemon.client import Subscriber
+from fusewire.model import DeepseekV2Config, SlotTable
+
+sys.path.insert(0, str(Path(__file__).parent))
+from harness import Daemon, Memcpy, daemon, interleave, machine, save, table
+
+V2 = {
+    "model_type": "deepseek_v2",
+    "vocab_size": 256,
+    "hidden_size": 5120,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 1536,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 38,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "scoring_func": "softmax",
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 16.0,
+    "first_k_dense_replace": 0,
+    "moe_layer_freq": 1,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+}
+PAIR = V2 | {
+    "hidden_size": 15360,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "first_k_dense_replace": 1,
+}
+"""One layer whose q_a_proj and kv_a_proj_with_mqa have 65 MB together: 2,112 rows of 15,360 bfloat16."""
+EVENT_TIMEOUT = 60.0
+
+
+def random_shard(config: dict[str, Any], names: Callable[[str], bool], path: Path) -> dict[str, torch.Tensor]:
+    """Write a shard with random values for the checkpoint names that are wanted; return its tensors."""
+    table_ = SlotTable.build(DeepseekV2Config.from_dict(config), None)
+    seed = torch.Generator().manual_seed(0)
+    tensors = {
+        name: torch.empty(slot.shape, dtype=torch.bfloat16).normal_(0, 0.02, generator=seed)
+        for name, slot in table_.slots.items()
+        if names(name)
+    }
+    save_file(tensors, path)
+    return tensors
+
+
+class UsualWay:
+    """load_file + torch.cat + copy_, into parameters that exist already."""
+
+    def __init__(self, path: Path, tensors: dict[str, torch.Tensor]) -> None:
+        self._path = path
+        stems = {name.rsplit(".", 2)[0] for name in tensors if ".q_a_proj." in name}
+        self._pairs = [(f"{s}.q_a_proj.weight", f"{s}.kv_a_proj_with_mqa.weight") for s in stems]
+        halves = set(itertools.chain.from_iterable(self._pairs))
+        self._fused = [torch.cat([tensors[q], tensors[kv]]) for q, kv in self._pairs]
+        self._parameters = {name: tensor.clone() for name, tensor in tensors.items() if name not in halves}
+
+    def __call__(self) -> float:
+        """Load once; return the seconds that it took."""
+        begin = time.perf_counter()
+        loaded = load_file(self._path)
+        for (q, kv), fused in zip(self._pairs, self._fused, strict=True):
+            fused.copy_(torch.cat([loaded[q], loaded[kv]]))
+        for name, parameter in self._parameters.items():
+            parameter.copy_(loaded[name])
+        return time.perf_counter() - begin
+
+
+class Fusewire:
+    """Closes a file in the drop folder and waits for the event that tells of it."""
+
+    def __init__(self, running: Daemon, subscriber: Subscriber, shard: Path) -> None:
+        self._daemon = running
+        self._subscriber = subscriber
+        self._shard = shard
+        self._number = 0
+
+    def __call__(self) -> float:
+        """Deliver the shard once; return the seconds from close() to the event."""
+        self._number += 1
+        name = f"shard-{self._number}.safetensors"
+        hidden, final = self._daemon.root / name, self._daemon.shards / name
+        shutil.copyfile(self._shard, hidden)
+        descriptor = os.open(hidden, os.O_WRONLY)
+        hidden.rename(final)  # under its final name while it is still open for writing
+        time.sleep(0.2)  # the daemon has seen it, and waits for its writer
+        begin = time.perf_counter()
+        os.close(descriptor)
+        for event in self._subscriber.events(timeout=EVENT_TIMEOUT):
+            if isinstance(event, events.ShardRefused):
+                raise SystemExit(f"rejected: {event.message}")
+            if isinstance(event, events.ShardApplied) and event.shard == name:
+                seconds = time.perf_counter() - begin
+                final.unlink()
+                return seconds
+        raise SystemExit(f"no event within {EVENT_TIMEOUT} s")
+
+
+def measure(
+    title: str, config: dict[str, Any], wanted: Callable[[str], bool], rounds: int
+) -> list[dict[str, object]]:
+    """Fill a daemon's model once, then deliver the wanted part of it again and again."""
+    with daemon(config) as running:
+        base, shard = running.root / "base.safetensors", running.root / "shard"
+        random_shard(config, lambda _: True, base)
+        tensors = random_shard(config, wanted, shard)
+        nbytes = sum(tensor.nbytes for tensor in tensors.values())
+        with Subscriber(running.endpoint("events"), running.endpoint("control"), timeout=30) as subscriber:
+            base.rename(running.shards / base.name)
+            subscriber.wait_ready(timeout=EVENT_TIMEOUT)
+            usual = UsualWay(shard, tensors)
+            torch.set_num_threads(1)
+            ways = {
+                "memcpy, 2 threads (the floor)": Memcpy(nbytes),
+                "usual: load_file + cat + copy_, 1 thread": usual,
+                "usual, torch with 2 threads": lambda: _with_threads(2, usual),
+                "fusewire: close() to event": Fusewire(running, subscriber, shard),
+            }
+            times = interleave(ways, rounds)
+    return table(title, nbytes, times, floor="memcpy, 2 threads (the floor)")
+
+
+def _with_threads(threads: int, way: Callable[[], float]) -> float:
+    torch.set_num_threads(threads)
+    try:
+        return way()
+    finally:
+        torch.set_num_threads(1)
+
+
+def main() -> int:
+    """Measure both shards and print a table."""
+    parser = argparse.ArgumentParser(description="from close() of a shard to its event")
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--quick", action="store_true", help="the pair only, few rounds")
+    options = parser.parse_args()
+    print(machine())
+    rounds = 5 if options.quick else options.rounds
+    records = measure("fused pair", PAIR, lambda name: "_a_proj" in name, rounds)
+    if not options.quick:
+        records += measure("V2-wide shard", V2, lambda name: ".layers." in name, rounds)
+    print(f"\nwritten to {save('folder', records)}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,155 @@
+"""What the benchmarks share: a daemon of their own, interleaved rounds, and ratios instead of bare times."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from fusewire.daemon.client import Control
+from fusewire.daemon.errors import FusewireError
+
+TUNABLES = "glibc.cpu.x86_non_temporal_threshold=0x200000"
+"""As in systemd/fusewire.service: large copies bypass the cache."""
+START_TIMEOUT = 120.0
+
+SETTINGS = """\
+[model]
+config = "config.json"
+[folder]
+path = "shards"
+[socket]
+endpoint = "ipc://ingest.sock"
+[events]
+endpoint = "ipc://events.sock"
+[control]
+endpoint = "ipc://control.sock"
+[metrics]
+port = 0
+[log]
+level = "warning"
+"""
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Daemon:
+    """A running daemon and the folder that it lives in."""
+
+    root: Path
+
+    @property
+    def shards(self) -> Path:
+        """The drop folder."""
+        return self.root / "shards"
+
+    def endpoint(self, name: str) -> str:
+        """Return the endpoint ``ingest``, ``events`` or ``control``."""
+        return f"ipc://{self.root}/{name}.sock"
+
+
+@contextlib.contextmanager
+def daemon(config: Mapping[str, object], *, where: str | None = None) -> Iterator[Daemon]:
+    """Run a daemon with an empty model of this config.json, in a temporary folder under ``where``."""
+    with tempfile.TemporaryDirectory(prefix="fusewire-bench-", dir=where) as folder:
+        root = Path(folder)
+        (root / "shards").mkdir()
+        (root / "config.json").write_text(json.dumps(config))
+        (root / "fusewire.toml").write_text(SETTINGS)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "fusewire.daemon", "run", "--config", str(root / "fusewire.toml")],
+            env=os.environ | {"GLIBC_TUNABLES": TUNABLES},
+        )
+        try:
+            running = Daemon(root)
+            deadline = time.monotonic() + START_TIMEOUT
+            while True:
+                try:
+                    with Control(running.endpoint("control"), timeout=5) as control:
+                        control.status()
+                    break
+                except FusewireError:
+                    if process.poll() is not None or time.monotonic() > deadline:
+                        raise
+            yield running
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(10)
+
+
+class Memcpy:
+    """The floor: the same number of bytes, RAM to RAM, warm on both sides, on several threads."""
+
+    def __init__(self, nbytes: int, threads: int = 2) -> None:
+        self._from: Bytes = np.ones(nbytes, dtype=np.uint8)
+        self._to: Bytes = np.zeros(nbytes, dtype=np.uint8)
+        self._pool = ThreadPoolExecutor(threads)
+        step = -(-nbytes // threads)
+        self._parts = [slice(at, at + step) for at in range(0, nbytes, step)]
+
+    def __call__(self) -> float:
+        """Copy once; return the seconds that it took."""
+        begin = time.perf_counter()
+        list(self._pool.map(lambda part: np.copyto(self._to[part], self._from[part]), self._parts))
+        return time.perf_counter() - begin
+
+
+def interleave(ways: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Run each way once a round, in turn, so that a drift of the machine meets them all alike."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(rounds + 1):
+        for name, way in ways.items():
+            seconds = way()
+            if number:  # the first round only warms up
+                times[name].append(seconds)
+    return times
+
+
+def table(
+    title: str, nbytes: int, times: Mapping[str, Sequence[float]], floor: str
+) -> list[dict[str, object]]:
+    """Print one line per way; return the same as records."""
+    reference = statistics.median(times[floor])
+    print(f"\n{title}: {nbytes / 1e6:,.1f} MB, {len(times[floor])} interleaved rounds")
+    print(f"  {'':44} {'median':>10} {'fastest':>10} {'slowest':>10} {'GB/s':>7} {'floor/it':>9}")
+    records: list[dict[str, object]] = []
+    for name, seconds in times.items():
+        median = statistics.median(seconds)
+        print(
+            f"  {name:44} {median * 1e3:8.1f}ms {min(seconds) * 1e3:8.1f}ms {max(seconds) * 1e3:8.1f}ms "
+            f"{nbytes / median / 1e9:7.2f} {reference / median:9.2f}"
+        )
+        records.append({"title": title, "way": name, "bytes": nbytes, "seconds": list(seconds)})
+    return records
+
+
+def machine() -> str:
+    """Return what the figures were measured on."""
+    return (
+        f"{os.cpu_count()} cores, {platform.machine()}, kernel {platform.release()}, "
+        f"Python {platform.python_version()}"
+    )
+
+
+def save(name: str, records: Sequence[Mapping[str, object]]) -> Path:
+    """Write the records as JSON under benchmarks/results/."""
+    folder = Path(__file__).parent / "results"
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps({"machine": machine(), "records": list(records)}, indent=1))
+    return path

@@ -1,0 +1,152 @@
+"""Building the daemon's parts from its settings, and giving them back. Nothing here runs yet."""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+import torch
+import zmq
+
+from fusewire.model import DeepseekV2Config, DeepseekV2ForCausalLM, SlotTable
+
+from . import endpoints, wire
+from .checkpoint import shards_of
+from .generator import Generation, Generator
+from .ledger import Ledger
+from .loader import Loader
+from .mailbox import Mailbox
+from .metrics import Metrics
+from .progress import Coverage
+from .publisher import Publisher
+from .router import Router
+from .settings import Settings
+from .sources.folder import FileHint, FolderSource, ScanResult
+from .sources.socket import SocketSource
+from .stimuli import Expired, ShardStimulus
+
+CONTROL_HIGH_WATER = 64
+"""Control requests that may queue per client."""
+
+
+class Signalled(NamedTuple):
+    """A signal has come."""
+
+    number: int
+
+
+Letter: TypeAlias = FileHint | ScanResult | ShardStimulus | Expired | Generation | Signalled
+"""What other threads and signal handlers put into the reactor's mailbox."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Parts:
+    """All parts of the daemon. The reactor's thread uses them; loader, generator and folder have their own."""
+
+    boot: str
+    mailbox: Mailbox[Letter]
+    publisher: Publisher
+    control: Router
+    ingest: SocketSource | None
+    folder: FolderSource | None
+    metrics: Metrics
+    metrics_port: int | None
+    model: DeepseekV2ForCausalLM
+    ledger: Ledger
+    loader: Loader
+    generator: Generator
+    checkpoint: list[Path]
+    """Shards of the base checkpoint."""
+    close: Callable[[], None]
+    """Give back sockets, ports and file descriptors; threads must have been stopped."""
+
+    def notes(self) -> tuple[str, ...]:
+        """Return what an operator should know of how the daemon had to set itself up."""
+        return self.folder.notes() if self.folder is not None else ()
+
+
+def assemble(settings: Settings) -> Parts:
+    """Build everything.
+
+    Raises:
+        StartError: An endpoint or port is in use, a folder or a checkpoint can't be used.
+        ConfigError: The model's config.json can't be read or is of an unsupported architecture.
+    """
+    checkpoint = shards_of(Path(settings.model.checkpoint)) if settings.model.checkpoint else []
+    config = DeepseekV2Config.from_file(settings.model.config)
+    boot, mode = uuid.uuid4().hex[:16], settings.control.socket_mode
+    with contextlib.ExitStack() as undo:  # a failure half-way leaves no socket behind
+        mailbox: Mailbox[Letter] = Mailbox()
+        undo.callback(mailbox.close)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        undo.callback(context.destroy, linger=endpoints.LINGER_MS)
+        publisher = Publisher(context, settings.events, boot=boot, mode=mode)
+        control = Router(
+            context,
+            settings.control.endpoint,
+            mode=mode,
+            setting="control.endpoint",
+            max_frame=wire.CONTROL_LIMIT,
+            high_water=CONTROL_HIGH_WATER,
+        )
+        ingest = None
+        if settings.socket.enabled:
+            ingest = SocketSource(context, settings.socket, boot=boot, mode=mode)
+        metrics = Metrics()
+        metrics_port = None
+        if settings.metrics.enabled:
+            metrics_port = metrics.start(settings.metrics.port)
+            undo.callback(metrics.stop)
+        folder = None
+        if settings.folder.enabled:
+            folder = FolderSource(settings.folder, mailbox.put, mailbox.put)
+        model = _model(config, settings)
+        return Parts(
+            boot=boot,
+            mailbox=mailbox,
+            publisher=publisher,
+            control=control,
+            ingest=ingest,
+            folder=folder,
+            metrics=metrics,
+            metrics_port=metrics_port,
+            model=model,
+            ledger=Ledger(
+                coverage_of(model.table, config.num_hidden_layers),
+                held_limit=settings.socket.in_flight_bytes,
+                known_limit=settings.limits.known_shards,
+            ),
+            loader=Loader(model, settings, mailbox.put),
+            generator=Generator(model, settings.control.generate_queue, mailbox.put),
+            checkpoint=checkpoint,
+            close=undo.pop_all().close,
+        )
+
+
+def coverage_of(table: SlotTable, layers: int) -> Coverage:
+    """Put a slot table into the ledger's terms."""
+    slots = sorted(table.slots.values(), key=lambda slot: slot.index)
+    return Coverage(
+        layer_of=tuple(slot.layer for slot in slots),
+        fusions={
+            layer: tuple(slot.index for slot in fusion.slots) for layer, fusion in table.fusions.items()
+        },
+        layers=layers,
+    )
+
+
+def _model(config: DeepseekV2Config, settings: Settings) -> DeepseekV2ForCausalLM:
+    if settings.model.threads:
+        torch.set_num_threads(settings.model.threads)
+    dtype = settings.model.dtype
+    return DeepseekV2ForCausalLM(
+        config,
+        device=settings.model.device,
+        dtype=None if dtype == "checkpoint" else getattr(torch, dtype),
+        fusion_max_bytes=settings.fusion.max_bytes,
+        fusion_max_age=settings.fusion.max_age,
+    )

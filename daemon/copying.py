@@ -1,0 +1,135 @@
+"""Copying a shard's bytes to where they belong: in blocks, on several threads, without intermediate tensors.
+
+A block goes straight from the payload (a leased mapping, a file descriptor or a message) into the
+destination's own memory. Only where the dtypes differ, or the destination is not in host memory, it passes through a small
+buffer that stays in the cache; each thread has one, made once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fusewire.model import Destination
+
+from .errors import Reason, ShardRejected
+from .payload import Payload
+
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+
+CAST_BYTES = 1 << 20
+"""Bytes of a block that is cast on its way: it has to fit into a core's second-level cache."""
+INLINE_BYTES = 1 << 20
+"""A shard up to this size is copied by the calling thread: handing it out would cost more than it saves."""
+
+TORCH_DTYPES: dict[str, torch.dtype] = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+"""The safetensors dtypes that slots accept (the slot table has checked them before)."""
+
+
+class Copy(NamedTuple):
+    """One tensor to copy: ``nbytes`` at ``start`` of the payload's data section, into a destination."""
+
+    start: int
+    nbytes: int
+    dtype: str
+    destination: Destination
+
+
+class _Block(NamedTuple):
+    source: int
+    nbytes: int
+    target: Bytes | None
+    """Where the bytes go as they are; None if they have to be cast or to leave host memory."""
+    first: int
+    """Where the block begins in ``copy.destination.tensor``, in elements; for a cast."""
+    copy: Copy
+
+
+class Copier:
+    """A pool of named threads that copy blocks.
+
+    Args:
+        threads: How many blocks are copied at the same time.
+        block_bytes: Size of a block that needs no cast.
+        progress: Called with the number of bytes after each block, from any of the threads.
+    """
+
+    def __init__(self, threads: int, block_bytes: int, progress: Callable[[int], None]) -> None:
+        self._threads = threads
+        self._block_bytes = block_bytes
+        self._progress = progress
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="fusewire-copy")
+        self._local = threading.local()
+        self._cancelled = threading.Event()
+
+    def run(self, payload: Payload, copies: Sequence[Copy]) -> None:
+        """Copy everything; return when all of it is in place.
+
+        Raises:
+            ShardRejected: The payload could not be read. What was copied until then is unproven.
+        """
+        blocks = self._blocks(copies)
+        if self._threads == 1 or sum(copy.nbytes for copy in copies) <= INLINE_BYTES:
+            self._work(payload, blocks)
+            return
+        shared = _Shared(blocks)
+        workers = [self._pool.submit(self._work, payload, shared) for _ in range(self._threads)]
+        wait(workers)
+        for worker in workers:
+            worker.result()
+
+    def cancel(self) -> None:
+        """Give up what is being copied at the next block: the daemon is stopping. For any thread."""
+        self._cancelled.set()
+
+    def close(self) -> None:
+        """End the threads; blocks that are being copied are finished."""
+        self._pool.shutdown()
+
+    def _blocks(self, copies: Sequence[Copy]) -> Iterator[_Block]:
+        for copy in copies:
+            tensor, dtype = copy.destination.tensor, TORCH_DTYPES[copy.dtype]
+            direct = tensor.dtype == dtype and tensor.device.type == "cpu"
+            target = copy.destination.bytes if direct else None
+            step = self._block_bytes if direct else CAST_BYTES
+            for offset in range(0, copy.nbytes, step):
+                nbytes = min(step, copy.nbytes - offset)
+                part = target[offset : offset + nbytes] if target is not None else None
+                yield _Block(copy.start + offset, nbytes, part, offset // dtype.itemsize, copy)
+
+    def _work(self, payload: Payload, blocks: Iterator[_Block]) -> None:
+        for block in blocks:
+            if self._cancelled.is_set():
+                raise ShardRejected(Reason.STOPPING, "the daemon is stopping; send it again later")
+            if block.target is not None:
+                payload.read_into(block.source, block.target)
+            else:
+                buffer = self._buffer()[: block.nbytes]
+                payload.read_into(block.source, buffer)
+                values = torch.from_numpy(buffer).view(TORCH_DTYPES[block.copy.dtype])
+                block.copy.destination.tensor[block.first : block.first + values.numel()].copy_(values)
+            self._progress(block.nbytes)
+
+    def _buffer(self) -> Bytes:
+        buffer: Bytes | None = getattr(self._local, "buffer", None)
+        if buffer is None:
+            buffer = self._local.buffer = np.empty(CAST_BYTES, dtype=np.uint8)
+        return buffer
+
+
+class _Shared(Iterator[_Block]):
+    """An iterator that several threads may draw from."""
+
+    def __init__(self, blocks: Iterator[_Block]) -> None:
+        self._blocks = blocks
+        self._lock = threading.Lock()
+
+    def __next__(self) -> _Block:
+        with self._lock:
+            return next(self._blocks)

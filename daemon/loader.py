@@ -1,0 +1,322 @@
+"""The loader: the one thread that changes the model's weights. It does jobs in order and tells the outcomes.
+
+It opens and checks a shard (`inspect`), copies it (`place`), closes it (`release`), and lets halves go that
+waited too long (`sweep`). Outcomes are stimuli for the ledger, failures included: nothing escapes from here
+but through the sink.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import structlog
+
+from fusewire.model import (
+    ConflictError,
+    DeepseekV2ForCausalLM,
+    ExpiredHalf,
+    FusionCacheFull,
+    LoadPlan,
+    LoadReport,
+    TensorMeta,
+    WeightsError,
+)
+
+from . import events, wire
+from .copying import Copier, Copy
+from .errors import Reason, ShardNotReady, ShardRejected
+from .payload import BytesPayload, Payload
+from .settings import Settings
+from .stimuli import Expired, Inspected, NotReady, Placed, Refused, ShardStimulus
+from .versions import Claim, reconcile, version_of_metadata
+
+GATE_TIMEOUT = 60.0
+"""Seconds that a shard waits for a running forward pass before it is refused."""
+STUCK_AFTER = 120.0
+"""Seconds without a copied byte or a finished job after which the loader is reported as stuck."""
+
+log = structlog.get_logger()
+
+
+class Source(NamedTuple):
+    """How to get at a shard: what the edge that found it hands to the loader."""
+
+    name: str
+    open: Callable[[], Payload]
+    claims: tuple[Claim, ...] = ()
+    """What the folder's name or the message's header say of its version."""
+
+
+@dataclass(slots=True)
+class _Open:
+    payload: Payload
+    plan: LoadPlan
+
+
+@dataclass(slots=True)
+class Pulse:
+    """Signs of life, written by the loader's threads and read by the reactor: plain numbers, no lock."""
+
+    copied: int = 0
+    """Bytes copied since start; approximate while several threads copy."""
+    busy_since: float | None = None
+    beat: float = field(default_factory=time.monotonic)
+
+
+class Loader:
+    """A thread with a queue of jobs. All methods but `run` may be called from any thread.
+
+    Args:
+        model: The resident model; only this thread changes its weights.
+        settings: Limits and the number of copy threads.
+        sink: Takes each outcome; must not block.
+    """
+
+    def __init__(
+        self,
+        model: DeepseekV2ForCausalLM,
+        settings: Settings,
+        sink: Callable[[ShardStimulus | Expired], None],
+    ) -> None:
+        self.model = model
+        self.pulse = Pulse()
+        self._unleased_bytes = settings.limits.unleased_bytes
+        self._sink = sink
+        self._copier = Copier(settings.loader.threads, settings.loader.block_bytes, self._advance)
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._open: dict[str, _Open] = {}
+        self._thread = threading.Thread(target=self._run, name="fusewire-loader", daemon=True)
+
+    def start(self) -> None:
+        """Begin to do jobs."""
+        self._thread.start()
+
+    def inspect(self, key: str, source: Source) -> None:
+        """Open and check a shard; tells Inspected, NotReady or Refused."""
+        self._jobs.put(lambda: self._guarded(key, lambda: self._inspect(key, source)))
+
+    def place(self, key: str, name: str, version: int | None) -> None:
+        """Copy an inspected shard into the model; tells Placed or Refused."""
+        self._jobs.put(lambda: self._guarded(key, lambda: self._place(key, name, version)))
+
+    def release(self, key: str) -> None:
+        """Close a shard, if it is open."""
+        self._jobs.put(lambda: self._close(key))
+
+    def sweep(self) -> None:
+        """Give up the halves that waited too long; tells Expired if there were any."""
+        self._jobs.put(lambda: self._tell_expired(self.model.sweep()))
+
+    def drop_version(self, version: int) -> None:
+        """Give up all waiting halves of a version; tells Expired if there were any."""
+        self._jobs.put(lambda: self._tell_expired(self.model.drop_version(version)))
+
+    def set_limits(self, settings: Settings) -> None:
+        """Take over the limits that may change while the daemon runs, between two jobs."""
+
+        def change() -> None:
+            self._unleased_bytes = settings.limits.unleased_bytes
+            self.model.fusion.max_bytes = settings.fusion.max_bytes
+            self.model.fusion.max_age = settings.fusion.max_age
+
+        self._jobs.put(change)
+
+    def health(self) -> str:
+        """Return ``ok``, or what is wrong."""
+        if not self._thread.is_alive():
+            return "the loader thread has ended"
+        since = self.pulse.busy_since
+        if since is not None and time.monotonic() - max(since, self.pulse.beat) > STUCK_AFTER:
+            return f"no progress for {time.monotonic() - self.pulse.beat:.0f} s"
+        return "ok"
+
+    def stop(self, timeout: float) -> bool:
+        """Give up the job at hand, close what is open. Returns whether that was done in time."""
+        self._copier.cancel()
+        self._jobs.put(None)
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    # --------------------------------------------------------------------------- on the loader's thread
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            self.pulse.busy_since = self.pulse.beat = time.monotonic()
+            try:
+                job()
+            except Exception:
+                log.exception("loader.defect")
+            self.pulse.busy_since = None
+        for key in list(self._open):
+            self._close(key)
+        self._copier.close()
+
+    def _advance(self, nbytes: int) -> None:
+        self.pulse.copied += nbytes
+        self.pulse.beat = time.monotonic()
+
+    def _guarded(self, key: str, work: Callable[[], ShardStimulus]) -> None:
+        """Do the work on a shard and tell what came of it, whatever that is."""
+        try:
+            outcome = work()
+        except ShardNotReady as unready:
+            outcome = NotReady(key=key, now=time.monotonic(), why=str(unready))
+        except ShardRejected as rejected:
+            outcome = _refused(key, rejected.reason, rejected.detail)
+        except Exception as error:
+            log.exception("loader.defect", shard=key)
+            outcome = _refused(key, Reason.INTERNAL_ERROR, f"{type(error).__name__}: {error}")
+        self._sink(outcome)
+
+    def _inspect(self, key: str, source: Source) -> ShardStimulus:
+        payload = source.open()
+        try:
+            header = payload.header
+            try:
+                plan = self.model.table.plan(
+                    {entry.name: TensorMeta(entry.dtype, entry.shape) for entry in header.tensors}
+                )
+            except WeightsError as error:
+                raise ShardRejected(*_offence(error)) from error
+            if not plan.slots and not plan.skipped:
+                raise ShardRejected(Reason.NO_KNOWN_TENSOR, "the shard holds no tensor at all")
+            claimed = version_of_metadata(header.metadata)
+            version = reconcile([*source.claims, *([claimed] if claimed else [])])
+        except BaseException:
+            payload.close()
+            raise
+        self._open[key] = _Open(payload, plan)
+        return Inspected(
+            key=key,
+            now=time.monotonic(),
+            version=version,
+            slots=tuple(slot.index for slot in plan.slots),
+            skipped=len(plan.skipped),
+            nbytes=header.nbytes,
+        )
+
+    def _place(self, key: str, name: str, version: int | None) -> ShardStimulus:
+        begin = time.monotonic()
+        shard = self._open[key]
+        payload = shard.payload
+        try:
+            if self.model.serving and not payload.proven:
+                payload = self._buffered(payload)
+            update = self.model.begin(shard.plan, version, name)
+        except FusionCacheFull as error:
+            raise ShardRejected(Reason.FUSION_CACHE_FULL, str(error)) from error
+        entries = {entry.name: entry for entry in payload.header.tensors}
+        copies = [
+            Copy(entry.start, entry.stop - entry.start, entry.dtype, destination)
+            for destination in update.destinations
+            for entry in (entries[destination.slot.name],)
+        ]
+        try:
+            with update.writing(GATE_TIMEOUT):
+                self._copier.run(payload, copies)
+                payload.verify()
+                report = update.finish()
+        except ConflictError as error:
+            raise ShardRejected(Reason.CONFLICT, str(error)) from error
+        except BaseException as error:
+            unfilled = tuple(self.model.table.slots[tensor].index for tensor in update.abort())
+            if isinstance(error, ShardRejected):
+                return _refused(key, error.reason, error.detail, unfilled)
+            if isinstance(error, Exception):
+                log.exception("loader.defect", shard=name)
+                return _refused(key, Reason.INTERNAL_ERROR, f"{type(error).__name__}: {error}", unfilled)
+            raise
+        self._tell_expired(report.expired)
+        return self._placed(key, version, shard.plan, report, begin)
+
+    def _buffered(self, payload: Payload) -> Payload:
+        """Read an unproven shard as a whole and prove it, before a byte of it reaches live weights."""
+        header = payload.header
+        if header.nbytes > self._unleased_bytes:
+            raise ShardRejected(
+                Reason.TOO_LARGE,
+                f"{header.nbytes} bytes without a read lease have to be buffered; the limit is "
+                f"{self._unleased_bytes} (limits.unleased_bytes). Split the shard, or run as the files' owner",
+            )
+        return BytesPayload.copy_of(payload)
+
+    def _placed(
+        self, key: str, version: int | None, plan: LoadPlan, report: LoadReport, begin: float
+    ) -> Placed:
+        now = time.monotonic()
+        waiting = {half.tensor for half in report.pending if half.version == version}
+        return Placed(
+            key=key,
+            now=now,
+            fused=report.fused,
+            waiting={slot.index: slot.name for slot in plan.slots if slot.fused and slot.name in waiting},
+            pending=_pending(self.model, now),
+            duplicates=len(report.duplicates),
+            serving=self.model.serving,
+            filled=self.model.generation.filled,
+            seconds=now - begin,
+        )
+
+    def _tell_expired(self, halves: Sequence[ExpiredHalf]) -> None:
+        if not halves:
+            return
+        now = time.monotonic()
+        told = tuple(
+            events.FusionExpired(
+                version=half.version,
+                layer=half.layer,
+                tensor=half.tensor,
+                age=now - half.since,
+                nbytes=half.nbytes,
+                cause=half.cause,
+                message=f"layer {half.layer}: {half.tensor} given up after {now - half.since:.0f} s "
+                f"({half.cause}); its partner did not come",
+            )
+            for half in halves
+        )
+        slots = tuple((half.version, self.model.table.slots[half.tensor].index) for half in halves)
+        self._sink(Expired(now=now, halves=told, slots=slots, pending=_pending(self.model, now)))
+
+    def _close(self, key: str) -> None:
+        shard = self._open.pop(key, None)
+        if shard is not None:
+            shard.payload.close()
+
+
+def _pending(model: DeepseekV2ForCausalLM, now: float) -> tuple[wire.PendingHalf, ...]:
+    return tuple(
+        wire.PendingHalf(
+            version=half.version,
+            layer=half.layer,
+            tensor=half.tensor,
+            missing=half.missing,
+            age=now - half.since,
+            nbytes=half.nbytes,
+            owned=half.owned,
+        )
+        for half in model.pending()
+    )
+
+
+def _refused(key: str, reason: Reason, detail: str, unfilled: tuple[int, ...] = ()) -> Refused:
+    transient = reason is Reason.CHANGED_WHILE_READING
+    return Refused(
+        key=key, now=time.monotonic(), reason=reason, detail=detail, transient=transient, unfilled=unfilled
+    )
+
+
+def _offence(error: WeightsError) -> tuple[Reason, str]:
+    """Put a list of offenders into one reason and one line; the whole list goes to the log."""
+    offenders = error.offenders
+    log.warning(
+        "shard.offenders", offenders=[f"{o.name}: {o.detail}" for o in offenders[:50]], count=len(offenders)
+    )
+    first = offenders[0]
+    more = f" (and {len(offenders) - 1} more, see the log)" if len(offenders) > 1 else ""
+    return Reason(first.kind), f"{first.name}: {first.detail}{more}"

@@ -1,0 +1,434 @@
+"""The service: the reactor that owns every socket, and the place where the ledger's instructions become I/O.
+
+One thread, the main one, polls the sockets and the mailbox into which all other threads put what they have to
+say. It never copies weights, scans folders, parses big headers or runs the model: named threads do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import assert_never
+
+import structlog
+import zmq
+
+from . import events, logs, notify, reload, reports, wire
+from . import settings as settings_module
+from .assembly import Letter, Parts, Signalled, assemble
+from .control import Control, Phase
+from .errors import FusewireError, StartError, printable
+from .generator import Generation
+from .loader import Source
+from .payload import BytesPayload, Payload, install_lease_signal_handling, open_file
+from .progressbar import ProgressBar
+from .settings import Settings
+from .sources.folder import FileHint, ScanResult
+from .sources.socket import Offer
+from .stimuli import (
+    DropVersion,
+    Expired,
+    Gone,
+    Inspect,
+    Instruction,
+    Place,
+    Publish,
+    Release,
+    Reply,
+    Seen,
+    ShardStimulus,
+    Stimulus,
+    Stop,
+    Tick,
+)
+from .versions import Claim, version_of_path
+
+log = structlog.get_logger()
+
+TICK = 0.5
+"""Longest time in seconds that the reactor sleeps."""
+STOP_GRACE = 2.0
+"""Seconds after a stop signal in which the shards that are being copied may still be finished."""
+JOIN_TIMEOUT = 1.0
+"""Seconds given to each thread to end. With STOP_GRACE and the sockets' linger: less than 5 s in all."""
+EXTENSION = 30.0
+"""Seconds of start-up time asked of systemd each time that bytes have advanced."""
+
+_LEVELS: dict[type[events.Event], str] = {
+    events.ShardRefused: "warning",
+    events.FusionExpired: "warning",
+    events.Heartbeat: "debug",
+    events.LayerLoaded: "debug",
+}
+"""Event -> level at which it is logged; all others at info. No line per tensor: journald drops floods."""
+
+
+def run(settings: Settings, config_path: Path) -> int:
+    """Run the daemon until it is told to stop.
+
+    Args:
+        settings: The effective settings.
+        config_path: The file that they come from, read again at SIGHUP.
+
+    Returns:
+        The exit code: 0 after a clean stop.
+
+    Raises:
+        StartError: It can't start; the message says why and what to do.
+        ConfigError: The model's config.json can't be read or is of an unsupported architecture.
+    """
+    logs.configure(settings.log)
+    notify.status("building the model")
+    parts = assemble(settings)
+    service = Service(parts, settings, config_path)
+    try:
+        return service.run()
+    finally:
+        service.close()
+
+
+class Service:
+    """The reactor: takes in what happens, feeds the ledger, performs its instructions.
+
+    Args:
+        parts: All parts of the daemon, built and not yet running.
+        settings: The effective settings.
+        config_path: The file that they come from.
+    """
+
+    def __init__(self, parts: Parts, settings: Settings, config_path: Path) -> None:
+        self.parts = parts
+        self.settings = settings
+        self.config_path = config_path
+        self.ledger = parts.ledger
+        self.loader = parts.loader
+        self.phase: Phase = "starting"
+        self.control = Control(parts, _model_line(parts, settings), lambda: self.phase)
+        self._stop_at: float | None = None
+        self._sources: dict[str, Source] = {}
+        """How to open the shards that the folder does not hold: those of clients and of the base checkpoint."""
+        self._expected: set[str] = set()
+        """Keys of the base checkpoint's shards that are not in place yet."""
+        self._due = dict.fromkeys(("heartbeat", "sweep", "watchdog", "progress"), 0.0)
+        self._extended_at = -1
+        self._bar = ProgressBar(sum(path.stat().st_size for path in parts.checkpoint))
+
+    # ---------------------------------------------------------------------------------- three phases
+
+    def run(self) -> int:
+        """Start, serve, stop. Returns the exit code."""
+        with self._signals():
+            self._start()
+            while self._stop_at is None or (self.ledger.in_flight and time.monotonic() < self._stop_at):
+                self._turn()
+            self._shutdown()
+        return 0
+
+    def close(self) -> None:
+        """Give everything back, however `run` ended."""
+        self._bar.close()
+        if self.parts.folder is not None:
+            self.parts.folder.stop()
+        self.parts.generator.stop(JOIN_TIMEOUT)
+        self.loader.stop(JOIN_TIMEOUT)
+        self.parts.close()
+
+    def _start(self) -> None:
+        parts = self.parts
+        self._poller = zmq.Poller()
+        self._poller.register(parts.mailbox.fileno(), zmq.POLLIN)
+        self._poller.register(parts.publisher.socket, zmq.POLLIN)
+        self._poller.register(parts.control.socket, zmq.POLLIN)
+        if parts.ingest is not None:
+            self._poller.register(parts.ingest.socket, zmq.POLLIN)
+        parts.loader.start()
+        parts.generator.start()
+        for path in parts.checkpoint:
+            key = f"checkpoint:{path.name}"
+            self._expected.add(key)
+            self._sources[key] = Source(path.name, self._opener(path))
+        for key in sorted(self._expected):
+            self._feed(Seen(key=key, name=self._sources[key].name, source="checkpoint", now=time.monotonic()))
+        if parts.folder is not None:
+            parts.folder.start()
+        log.info(
+            "daemon.started",
+            boot=parts.boot,
+            model=_model_line(parts, self.settings),
+            ingest=parts.ingest.endpoint if parts.ingest else None,
+            events=parts.publisher.endpoint,
+            control=parts.control.endpoint,
+            folder=self.settings.folder.path if parts.folder else None,
+            metrics_port=parts.metrics_port,
+            notes=parts.notes(),
+        )
+        if not self._expected:
+            self._become_ready()
+
+    def _become_ready(self) -> None:
+        """Sockets are bound, and the base checkpoint, if there is one, is in place."""
+        self._bar.close()
+        self.phase = "serving"
+        notify.ready(reports.headline(self.ledger))
+
+    def _turn(self) -> None:
+        """Wait, then take in what has come from each side."""
+        parts = self.parts
+        for ready, _ in self._poller.poll(self._patience() * 1000):
+            if ready == parts.mailbox.fileno():
+                for letter in parts.mailbox.drain():
+                    self._open_letter(letter)
+            elif ready is parts.publisher.socket:
+                if parts.publisher.take_subscriptions():
+                    self._heartbeat()
+            elif ready is parts.control.socket:
+                self.control.answer()
+            elif parts.ingest is not None and ready is parts.ingest.socket:
+                for offer in parts.ingest.offers():
+                    self._take_offer(offer)
+        self._feed(Tick(now=time.monotonic()))
+        self._routine()
+
+    def _patience(self) -> float:
+        due = self.ledger.next_due()
+        return TICK if due is None else max(0.0, min(TICK, due - time.monotonic()))
+
+    def _shutdown(self) -> None:
+        self.loader.stop(JOIN_TIMEOUT)
+        self.parts.generator.stop(JOIN_TIMEOUT)
+        for letter in self.parts.mailbox.drain():  # what the threads said last
+            self._open_letter(letter)
+        waiting = tuple(half.tensor for half in self.ledger.pending)
+        shards = reports.waiting_shards(self.ledger)
+        message = f"stopping: {len(waiting)} halves and {len(shards)} shards were still waiting"
+        log.info("daemon.stopped", halves=waiting, shards=[shard.shard for shard in shards])
+        self._publish(
+            events.Stopping(version=self.ledger.versions.live, message=message, waiting=waiting[:100])
+        )
+
+    # --------------------------------------------------------------------------------- what comes in
+
+    def _open_letter(self, letter: Letter) -> None:
+        match letter:
+            case ShardStimulus() | Expired():
+                self._feed(letter)
+            case FileHint():
+                self._take_hint(letter)
+            case ScanResult():
+                for hint in letter.hints:
+                    self._take_hint(hint)
+            case Generation():
+                self.parts.control.reply(letter.envelope, letter.reply)
+            case Signalled():
+                self._signalled(letter.number)
+            case _:
+                assert_never(letter)
+
+    def _take_offer(self, offer: Offer) -> None:
+        frame, limit = offer.payload, self.settings.limits.header_bytes
+
+        def open_frame() -> Payload:
+            return BytesPayload(frame.buffer, header_limit=limit)
+
+        claims = () if offer.version is None else (Claim("message header", offer.version),)
+        self._sources[offer.key] = Source(offer.name, open_frame, claims)
+        held = len(frame.buffer)
+        self._feed(Seen(key=offer.key, name=offer.name, source="socket", held=held, now=time.monotonic()))
+
+    def _take_hint(self, hint: FileHint) -> None:
+        key, now = f"folder:{hint.relative}", time.monotonic()
+        if hint.identity is None:
+            self._feed(Gone(key=key, now=now))
+            return
+        identity = hint.identity
+        self._feed(
+            Seen(
+                key=key,
+                name=printable(hint.relative),
+                source="folder",
+                identity=identity,
+                content=identity.content,
+                now=now,
+            )
+        )
+
+    def _source(self, key: str) -> Source:
+        """Say how to open a shard. One of the folder is found by its name, so that nothing is kept for it."""
+        kept = self._sources.get(key)
+        if kept is not None:
+            return kept
+        relative = Path(key.removeprefix("folder:"))
+        claim = version_of_path(relative)
+        path = Path(self.settings.folder.path) / relative
+        return Source(printable(relative), self._opener(path), (claim,) if claim else ())
+
+    def _opener(self, path: Path) -> Callable[[], Payload]:
+        def open_path() -> Payload:
+            settings = self.settings
+            return open_file(
+                path,
+                leases=settings.loader.leases,
+                settle=settings.folder.settle,
+                incomplete_after=settings.folder.incomplete_after,
+                header_limit=settings.limits.header_bytes,
+            )
+
+        return open_path
+
+    # --------------------------------------------------------------------------------- what goes out
+
+    def _feed(self, stimulus: Stimulus) -> None:
+        for instruction in self.ledger.handle(stimulus):
+            self._perform(instruction)
+
+    def _perform(self, instruction: Instruction) -> None:
+        match instruction:
+            case Inspect(key):
+                self.loader.inspect(key, self._source(key))
+            case Place(key, version):
+                self.loader.place(key, self._source(key).name, version)
+            case Release(key):
+                self.loader.release(key)
+            case Publish(event):
+                self._publish(event)
+            case Reply(key, answer):
+                self._answer(key, answer)
+            case DropVersion(version):
+                self.loader.drop_version(version)
+            case _:
+                assert_never(instruction)
+
+    def _publish(self, event: events.AnyEvent) -> None:
+        sent = self.parts.publisher.publish(event)
+        if isinstance(sent, events.ShardApplied):
+            self.control.note(sent)
+        self.parts.metrics.record(sent)
+        level = _LEVELS.get(type(sent), "info")
+        getattr(log, level)(
+            sent.__struct_config__.tag, seq=sent.seq, version=sent.version, message=sent.message
+        )
+
+    def _answer(self, key: str, answer: wire.Answer) -> None:
+        self._sources.pop(key, None)
+        if self.parts.ingest is not None:
+            self.parts.ingest.answer(key, answer)
+        if key in self._expected:
+            self._expected.discard(key)
+            self._checkpoint_came(answer)
+
+    def _checkpoint_came(self, answer: wire.Answer) -> None:
+        folder = self.settings.model.checkpoint
+        if self._stop_at is not None:
+            return
+        if answer.status != "applied":
+            raise StartError(
+                f"model.checkpoint = {folder}: shard {answer.shard} was {answer.status}: "
+                f"{answer.reason}: {answer.detail}"
+            )
+        if self._expected:
+            return
+        if not self.ledger.versions.ready:
+            raise StartError(
+                f"model.checkpoint = {folder} does not fill the model: {self.parts.model.missing_summary()}"
+            )
+        self._become_ready()
+
+    # --------------------------------------------------------------------------------------- routine
+
+    def _routine(self) -> None:
+        """What is done by the clock: heartbeats, expiry, the watchdog, the start's progress."""
+        if self._is_due("heartbeat", self.settings.events.heartbeat_interval):
+            self._heartbeat()
+            self.parts.metrics.observe(self.ledger)
+        if self.ledger.pending and self._is_due("sweep", 1.0):
+            self.loader.sweep()
+        interval = notify.watchdog_interval()
+        if interval is not None and self._is_due("watchdog", interval / 3):
+            # The ping speaks for every thread, not just for this one.
+            ailing = {part: health for part, health in self.control.health().items() if health != "ok"}
+            if ailing:
+                log.error("daemon.ailing", **ailing)
+            else:
+                notify.watchdog()
+        if self._is_due("progress", 1.0):
+            self._tell_progress()
+
+    def _is_due(self, what: str, interval: float) -> bool:
+        now = time.monotonic()
+        if now < self._due[what]:
+            return False
+        self._due[what] = now + interval
+        return True
+
+    def _tell_progress(self) -> None:
+        if self.phase != "starting":
+            notify.status(reports.headline(self.ledger))
+            return
+        copied = self.loader.pulse.copied
+        self._bar.update(copied)
+        notify.status(f"loading {self.settings.model.checkpoint}: {copied / 1e9:.1f} GB")
+        if copied != self._extended_at:  # only while bytes advance: a start that is stuck must time out
+            self._extended_at = copied
+            notify.extend_timeout(EXTENSION)
+
+    def _heartbeat(self) -> None:
+        versions = self.ledger.versions
+        message = reports.headline(self.ledger)
+        self._publish(events.Heartbeat(version=versions.live, ready=versions.ready, message=message))
+
+    # --------------------------------------------------------------------------------------- signals
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Turn signals into letters while the reactor runs."""
+        install_lease_signal_handling()
+        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        before = {
+            number: signal.signal(number, lambda came, _: self.parts.mailbox.put(Signalled(came)))
+            for number in numbers
+        }
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _signalled(self, number: int) -> None:
+        if number == signal.SIGHUP:
+            self._reload()
+            return
+        log.info("daemon.stopping", signal=signal.Signals(number).name)
+        if self._stop_at is None:
+            self._stop_at = time.monotonic() + STOP_GRACE
+            self.phase = "stopping"
+            notify.stopping()
+            if self.parts.folder is not None:
+                self.parts.folder.stop()
+            self._feed(Stop(now=time.monotonic()))
+
+    def _reload(self) -> None:
+        """Apply what can change without a restart; say what cannot. A bad file changes nothing."""
+        notify.reloading()
+        try:
+            outcome = reload.compare(self.settings, settings_module.load(self.config_path))
+        except FusewireError as error:
+            log.error("settings.not_reloaded", reason=str(error), remedy="the old settings stay in force")  # noqa: TRY400
+        else:
+            self.settings = outcome.effective
+            logs.set_level(outcome.effective.log.level)
+            self.ledger.held_limit = outcome.effective.socket.in_flight_bytes
+            self.ledger.known_limit = outcome.effective.limits.known_shards
+            self.loader.set_limits(outcome.effective)
+            log.info("settings.reloaded", applied=outcome.applied)
+            if outcome.refused:
+                log.warning("settings.need_restart", keys=outcome.refused)
+        notify.ready(reports.headline(self.ledger))
+
+
+def _model_line(parts: Parts, settings: Settings) -> str:
+    config = parts.model.config
+    dtype = config.torch_dtype if settings.model.dtype == "checkpoint" else settings.model.dtype
+    return f"{config.model_type}, {config.num_hidden_layers} layers, {dtype}, {settings.model.device}"

@@ -1,0 +1,45 @@
+"""A resident DeepSeek-V2/V3 model whose weights can be kept current, tensor by tensor, in any order."""
+
+from .config import DeepseekV2Config, RopeScaling
+from .errors import (
+    ConfigError,
+    ConflictError,
+    FusionCacheFull,
+    NotReadyError,
+    Offender,
+    StaleError,
+    WeightsError,
+)
+from .fusion import ExpiredHalf, FusionCache, PendingHalf
+from .generation import TORCH_DTYPES, Generation, Stamp
+from .loading import Destination, LoadReport, Update
+from .modeling import DeepseekV2ForCausalLM
+from .names import Fusion, LoadPlan, ParameterSpec, Slot, SlotTable, TensorMeta
+
+__all__ = [
+    "TORCH_DTYPES",
+    "ConfigError",
+    "ConflictError",
+    "DeepseekV2Config",
+    "DeepseekV2ForCausalLM",
+    "Destination",
+    "ExpiredHalf",
+    "Fusion",
+    "FusionCache",
+    "FusionCacheFull",
+    "Generation",
+    "LoadPlan",
+    "LoadReport",
+    "NotReadyError",
+    "Offender",
+    "ParameterSpec",
+    "PendingHalf",
+    "RopeScaling",
+    "Slot",
+    "SlotTable",
+    "Stamp",
+    "StaleError",
+    "TensorMeta",
+    "Update",
+    "WeightsError",
+]

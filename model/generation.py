@@ -1,0 +1,107 @@
+"""One set of weights in memory: fixed storage, parameters as views of it, and a stamp for each slot.
+
+Addresses never change: everything that reads weights may keep its views for the life of the process.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from .names import ParameterSpec, Slot, SlotTable
+
+PAGE = 4096
+"""Every parameter begins on a page of its own, in bytes."""
+_MADV_POPULATE_WRITE = 23  # <linux/mman.h>, since Linux 5.14; the mmap module has no name for it yet
+
+TORCH_DTYPES: dict[str, torch.dtype] = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+"""safetensors' name of a dtype -> torch's dtype: those that parameters and slots may have."""
+SAFETENSORS_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+
+class Stamp(NamedTuple):
+    """What filled a slot."""
+
+    version: int | None
+    """None is the rolling version."""
+    source: str
+    """Name of the shard."""
+    at: float
+    """When, on the model's clock."""
+
+
+class Generation:
+    """Storage for all parameters of a slot table.
+
+    Args:
+        table: The slots and parameters.
+        device: Where the storage lies.
+
+    Attributes:
+        parameters: Name -> tensor, a view of the storage with a fixed address.
+        stamps: Slot index -> what filled the slot, None if its bytes mean nothing.
+        filled: How many slots have a stamp.
+    """
+
+    def __init__(self, table: SlotTable, device: torch.device | str = "cpu") -> None:
+        self.table = table
+        self.device = torch.device(device)
+        offsets, end = {}, 0
+        for name, spec in table.parameters.items():
+            offsets[name] = end
+            end += -(-_nbytes(spec) // PAGE) * PAGE
+        self.nbytes = end
+        self._storage = _host_storage(end) if self.device.type == "cpu" else self._device_storage(end)
+        self.parameters: dict[str, torch.Tensor] = {}
+        self._flat: dict[str, torch.Tensor] = {}
+        for name, spec in table.parameters.items():
+            whole = self._storage[offsets[name] : offsets[name] + _nbytes(spec)]
+            flat = self._flat[name] = whole.view(TORCH_DTYPES[spec.dtype])
+            self.parameters[name] = flat.view(spec.shape)
+        self.stamps: list[Stamp | None] = [None] * len(table.slots)
+        self.filled = 0
+
+    def rows(self, slot: Slot) -> torch.Tensor:
+        """Return a slot's elements as a flat view of its parameter."""
+        return self._flat[slot.parameter][slot.offset : slot.offset + slot.numel]
+
+    def clear(self, slot: Slot) -> None:
+        """Take a slot's stamp away: its bytes mean nothing from now on."""
+        if self.stamps[slot.index] is not None:
+            self.stamps[slot.index] = None
+            self.filled -= 1
+
+    def stamp(self, slot: Slot, stamp: Stamp) -> None:
+        """Say that a slot's bytes are whole and proven."""
+        if self.stamps[slot.index] is None:
+            self.filled += 1
+        self.stamps[slot.index] = stamp
+
+    def missing(self) -> list[Slot]:
+        """Return the slots that nothing has filled."""
+        return [slot for slot in self.table.slots.values() if self.stamps[slot.index] is None]
+
+    def _device_storage(self, nbytes: int) -> torch.Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+
+
+def _nbytes(spec: ParameterSpec) -> int:
+    return math.prod(spec.shape) * TORCH_DTYPES[spec.dtype].itemsize
+
+
+def _host_storage(nbytes: int) -> torch.Tensor:
+    """Allocate page-aligned memory and touch it now: the first touch of a page costs more than copying it."""
+    try:
+        memory = mmap.mmap(-1, max(nbytes, PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"the weights need {nbytes} bytes of memory: {error.strerror}") from error
+    for advice in (mmap.MADV_HUGEPAGE, _MADV_POPULATE_WRITE):
+        try:
+            memory.madvise(advice)
+        except OSError:  # an older kernel: slower, not wrong
+            continue
+    return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))[:nbytes]

@@ -1,0 +1,211 @@
+"""A real daemon for tests: its own process, folder and sockets, stopped and checked at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from safetensors.torch import load_file
+from torch import Tensor
+
+from fusewire.daemon import demo, events, wire
+from fusewire.daemon.client import Control, Subscriber, Trainer
+from fusewire.daemon.errors import FusewireError
+
+CHECKPOINTS = Path(demo.__file__).parent / "checkpoints"
+TIMEOUT = 30.0
+
+
+class RunningDaemon:
+    """`fusewire run` in a process of its own."""
+
+    def __init__(self, root: Path, family: str, settings: dict[str, Any], **popen: Any) -> None:
+        self.root = root
+        self.checkpoint = CHECKPOINTS / family
+        self.config_path = root / "fusewire.toml"
+        self.shards = root / "shards"
+        self.shards.mkdir(exist_ok=True)
+        self.write_settings(settings)
+        self.log_path = root / "daemon.log"
+        self._popen = popen
+        self.start()
+
+    def write_settings(self, changes: dict[str, Any]) -> None:
+        """Write the settings file: what tests need, with ``changes`` by section on top."""
+        sections: dict[str, dict[str, Any]] = {
+            "model": {"config": str(self.checkpoint / "config.json"), "dtype": "float32", "threads": 1},
+            "folder": {"path": "shards", "reconcile_interval": 1.0},
+            "socket": {"endpoint": "ipc://ingest.sock"},
+            "events": {"endpoint": "ipc://events.sock", "heartbeat_interval": 0.5},
+            "control": {"endpoint": "ipc://control.sock"},
+            "metrics": {"port": 0},
+        }
+        for section, values in changes.items():
+            sections.setdefault(section, {}).update(values)
+        self.config_path.write_bytes(msgspec.toml.encode(sections))
+
+    def start(self) -> None:
+        """Start the process; it need not be up yet."""
+        environment = os.environ | self._popen.get("env", {})
+        with self.log_path.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "fusewire.daemon", "run", "--config", str(self.config_path)],
+                stderr=log,
+                stdout=log,
+                **(self._popen | {"env": environment}),
+            )
+
+    def endpoint(self, name: str) -> str:
+        return f"ipc://{self.root}/{name}.sock"
+
+    def log(self) -> list[dict[str, Any]]:
+        """Return the log's lines; each has to be whole JSON."""
+        return [json.loads(line) for line in self.log_path.read_text().splitlines()]
+
+    def wait_up(self) -> wire.Status:
+        """Wait until the control socket answers."""
+        deadline = time.monotonic() + TIMEOUT
+        while True:
+            try:
+                with Control(self.endpoint("control"), timeout=2) as control:
+                    return control.status()
+            except FusewireError:
+                assert self.process.poll() is None, self.log_path.read_text()
+                assert time.monotonic() < deadline, self.log_path.read_text()
+
+    def control(self) -> Control:
+        return Control(self.endpoint("control"), timeout=TIMEOUT)
+
+    def trainer(self) -> Trainer:
+        return Trainer(self.endpoint("ingest"), timeout=TIMEOUT)
+
+    def subscriber(self) -> Subscriber:
+        return Subscriber(self.endpoint("events"), self.endpoint("control"), timeout=TIMEOUT)
+
+    def status(self) -> wire.Status:
+        with self.control() as control:
+            return control.status()
+
+    def wait_status(self, wanted: Callable[[wire.Status], bool]) -> wire.Status:
+        """Ask for the status until it is as wanted."""
+        deadline = time.monotonic() + TIMEOUT
+        with self.control() as control:
+            while not wanted(status := control.status()):
+                assert time.monotonic() < deadline, status
+                time.sleep(0.02)
+        return status
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Ask the daemon to stop; return its exit code."""
+        self.process.send_signal(number)
+        return self.process.wait(10)
+
+    def kill(self) -> None:
+        """Kill -9."""
+        self.process.kill()
+        self.process.wait(10)
+
+
+StartDaemon = Callable[..., RunningDaemon]
+
+
+@pytest.fixture
+def start_daemon(tmp_path: Path) -> Iterator[StartDaemon]:
+    """Start daemons with ``start_daemon(family, section={key: value}, ...)``; all end cleanly."""
+    with _daemons(tmp_path) as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def start_shared_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartDaemon]:
+    """The same, for daemons that a whole module shares."""
+    with _daemons(tmp_path_factory.mktemp("shared")) as start:
+        yield start
+
+
+@contextlib.contextmanager
+def _daemons(folder: Path) -> Iterator[StartDaemon]:
+    running: list[RunningDaemon] = []
+
+    def start(
+        family: str = "v2",
+        *,
+        up: bool = True,
+        popen: dict[str, Any] | None = None,
+        **settings: dict[str, Any],
+    ) -> RunningDaemon:
+        root = folder / f"d{len(running)}"
+        root.mkdir()
+        daemon = RunningDaemon(root, family, settings, **(popen or {}))
+        running.append(daemon)
+        if up:
+            daemon.wait_up()
+        return daemon
+
+    try:
+        yield start
+    finally:
+        for daemon in running:
+            if daemon.process.poll() is None:
+                daemon.process.terminate()
+        for daemon in running:
+            try:
+                daemon.process.wait(10)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                pytest.fail(f"the daemon did not stop in 10 s:\n{daemon.log_path.read_text()}")
+
+
+@pytest.fixture(scope="session")
+def golden() -> Callable[[str], dict[str, Tensor]]:
+    """``golden(family)``: token ids, logits and generated tokens of a golden checkpoint."""
+    return lambda family: load_file(CHECKPOINTS / family / "golden.safetensors")
+
+
+@pytest.fixture(scope="session")
+def checkpoint_tensors() -> Callable[[str], dict[str, Tensor]]:
+    """``checkpoint_tensors(family)``: all tensors of a golden checkpoint by name."""
+
+    def load(family: str) -> dict[str, Tensor]:
+        tensors: dict[str, Tensor] = {}
+        for path in sorted((CHECKPOINTS / family).glob("model-*.safetensors")):
+            tensors.update(load_file(path))
+        return tensors
+
+    return load
+
+
+@pytest.fixture
+def notify_socket(tmp_path: Path) -> Iterator[socket.socket]:
+    """What systemd listens on; its address is ``NOTIFY_SOCKET``."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listening:
+        listening.bind(str(tmp_path / "notify"))
+        listening.settimeout(TIMEOUT)
+        yield listening
+
+
+NextEvent = Callable[..., Any]
+
+
+@pytest.fixture
+def next_event() -> NextEvent:
+    """``next_event(subscriber, kind, field=value, ...)``: the next event of a kind with these values."""
+
+    def wait(subscriber: Subscriber, kind: type[events.Event], **fields: Any) -> Any:
+        for event in subscriber.events(timeout=TIMEOUT):
+            if isinstance(event, kind) and all(getattr(event, k) == v for k, v in fields.items()):
+                return event
+        raise AssertionError(f"no {kind.__name__} {fields} within {TIMEOUT} s")
+
+    return wait
