@@ -17,21 +17,18 @@ import argparse
 import itertools
 import os
 import shutil
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from harness import Daemon, Memcpy, daemon, interleave, machine, save, table
 from safetensors.torch import load_file, save_file
 
-from fusewire.daemon import events
 from fusewire.daemon.client import Subscriber
+from fusewire.daemon.events import ShardApplied, ShardRefused
 from fusewire.model import DeepseekV2Config, SlotTable
-
-sys.path.insert(0, str(Path(__file__).parent))
-from harness import Daemon, Memcpy, daemon, interleave, machine, save, table
 
 V2 = {
     "model_type": "deepseek_v2",
@@ -130,18 +127,16 @@ class Fusewire:
         begin = time.perf_counter()
         os.close(descriptor)
         for event in self._subscriber.events(timeout=EVENT_TIMEOUT):
-            if isinstance(event, events.ShardRefused):
+            if isinstance(event, ShardRefused):
                 raise SystemExit(f"rejected: {event.message}")
-            if isinstance(event, events.ShardApplied) and event.shard == name:
+            if isinstance(event, ShardApplied) and event.shard == name:
                 seconds = time.perf_counter() - begin
                 final.unlink()
                 return seconds
         raise SystemExit(f"no event within {EVENT_TIMEOUT} s")
 
 
-def measure(
-    title: str, config: dict[str, Any], wanted: Callable[[str], bool], rounds: int
-) -> list[dict[str, object]]:
+def measure(title: str, config: dict[str, Any], wanted: Callable[[str], bool], rounds: int) -> list[dict[str, object]]:
     """Fill a daemon's model once, then deliver the wanted part of it again and again."""
     with daemon(config) as running:
         base, shard = running.root / "base.safetensors", running.root / "shard"
@@ -153,7 +148,7 @@ def measure(
             subscriber.wait_ready(timeout=EVENT_TIMEOUT)
             usual = UsualWay(shard, tensors)
             torch.set_num_threads(1)
-            ways = {
+            ways: dict[str, Callable[[], float]] = {
                 "memcpy, 2 threads (the floor)": Memcpy(nbytes),
                 "usual: load_file + cat + copy_, 1 thread": usual,
                 "usual, torch with 2 threads": lambda: _with_threads(2, usual),

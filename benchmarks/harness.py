@@ -120,9 +120,7 @@ def interleave(ways: Mapping[str, Callable[[], float]], rounds: int) -> dict[str
     return times
 
 
-def table(
-    title: str, nbytes: int, times: Mapping[str, Sequence[float]], floor: str
-) -> list[dict[str, object]]:
+def table(title: str, nbytes: int, times: Mapping[str, Sequence[float]], floor: str) -> list[dict[str, object]]:
     """Print one line per way; return the same as records."""
     reference = statistics.median(times[floor])
     print(f"\n{title}: {nbytes / 1e6:,.1f} MB, {len(times[floor])} interleaved rounds")
@@ -141,8 +139,7 @@ def table(
 def machine() -> str:
     """Return what the figures were measured on."""
     return (
-        f"{os.cpu_count()} cores, {platform.machine()}, kernel {platform.release()}, "
-        f"Python {platform.python_version()}"
+        f"{os.cpu_count()} cores, {platform.machine()}, kernel {platform.release()}, Python {platform.python_version()}"
     )
 
 

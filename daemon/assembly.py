@@ -25,7 +25,7 @@ from .progress import Coverage
 from .publisher import Publisher
 from .router import Router
 from .settings import Settings
-from .sources.folder import FileHint, FolderSource, ScanResult
+from .sources.folder import FolderSource, PathHint, ScanResult
 from .sources.socket import SocketSource
 from .stimuli import Expired, ShardStimulus
 
@@ -39,7 +39,7 @@ class Signalled(NamedTuple):
     number: int
 
 
-Letter: TypeAlias = FileHint | ScanResult | ShardStimulus | Expired | Generation | Signalled
+Letter: TypeAlias = PathHint | ScanResult | ShardStimulus | Expired | Generation | Signalled
 """What other threads and signal handlers put into the reactor's mailbox."""
 
 
@@ -103,7 +103,7 @@ def assemble(settings: Settings) -> Parts:
             undo.callback(metrics.stop)
         folder = None
         if settings.folder.enabled:
-            folder = FolderSource(settings.folder, mailbox.put, mailbox.put)
+            folder = FolderSource(settings.folder, mailbox.put)
         model = _model(config, settings)
         return Parts(
             boot=boot,
@@ -132,9 +132,7 @@ def coverage_of(table: SlotTable, layers: int) -> Coverage:
     slots = sorted(table.slots.values(), key=lambda slot: slot.index)
     return Coverage(
         layer_of=tuple(slot.layer for slot in slots),
-        fusions={
-            layer: tuple(slot.index for slot in fusion.slots) for layer, fusion in table.fusions.items()
-        },
+        fusions={layer: tuple(slot.index for slot in fusion.slots) for layer, fusion in table.fusions.items()},
         layers=layers,
     )
 

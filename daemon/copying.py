@@ -1,8 +1,8 @@
 """Copying a shard's bytes to where they belong: in blocks, on several threads, without intermediate tensors.
 
-A block goes straight from the payload (a leased mapping, a file descriptor or a message) into the
-destination's own memory. Only where the dtypes differ, or the destination is not in host memory, it passes through a small
-buffer that stays in the cache; each thread has one, made once.
+A block goes straight from the payload (a leased mapping, a file descriptor or a message) into the destination's
+own memory. Only where the dtypes differ, or the destination is not in host memory, it passes through a small buffer
+that stays in the cache; each thread has one, made once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fusewire.model import Destination
+from fusewire.model import TORCH_DTYPES, Destination
 
 from .errors import Reason, ShardRejected
 from .payload import Payload
@@ -27,9 +27,6 @@ CAST_BYTES = 1 << 20
 """Bytes of a block that is cast on its way: it has to fit into a core's second-level cache."""
 INLINE_BYTES = 1 << 20
 """A shard up to this size is copied by the calling thread: handing it out would cost more than it saves."""
-
-TORCH_DTYPES: dict[str, torch.dtype] = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-"""The safetensors dtypes that slots accept (the slot table has checked them before)."""
 
 
 class Copy(NamedTuple):
@@ -47,8 +44,13 @@ class _Block(NamedTuple):
     target: Bytes | None
     """Where the bytes go as they are; None if they have to be cast or to leave host memory."""
     first: int
-    """Where the block begins in ``copy.destination.tensor``, in elements; for a cast."""
+    """Where the block begins in ``copy.destination.tensor``, in elements."""
     copy: Copy
+
+    def elements(self) -> torch.Tensor:
+        """The part of the destination that the block belongs to."""
+        count = self.nbytes // TORCH_DTYPES[self.copy.dtype].itemsize
+        return self.copy.destination.tensor[self.first : self.first + count]
 
 
 class Copier:
@@ -84,6 +86,19 @@ class Copier:
         for worker in workers:
             worker.result()
 
+    def compare(self, payload: Payload, copies: Sequence[Copy]) -> tuple[str, ...]:
+        """Return the names of the tensors whose values are not those that lie at their destination.
+
+        Raises:
+            ShardRejected: The payload could not be read.
+        """
+        differing = [
+            block.copy.destination.slot.name
+            for block in self._blocks(copies, direct=False)
+            if not self._equal(self._values(payload, block), block.elements())
+        ]
+        return tuple(dict.fromkeys(differing))
+
     def cancel(self) -> None:
         """Give up what is being copied at the next block: the daemon is stopping. For any thread."""
         self._cancelled.set()
@@ -92,12 +107,13 @@ class Copier:
         """End the threads; blocks that are being copied are finished."""
         self._pool.shutdown()
 
-    def _blocks(self, copies: Sequence[Copy]) -> Iterator[_Block]:
+    def _blocks(self, copies: Sequence[Copy], *, direct: bool = True) -> Iterator[_Block]:
+        """Cut tensors into blocks; those that go straight to their destination, if that is asked for, are larger."""
         for copy in copies:
             tensor, dtype = copy.destination.tensor, TORCH_DTYPES[copy.dtype]
-            direct = tensor.dtype == dtype and tensor.device.type == "cpu"
-            target = copy.destination.bytes if direct else None
-            step = self._block_bytes if direct else CAST_BYTES
+            straight = direct and tensor.dtype == dtype and tensor.device.type == "cpu"
+            target = copy.destination.bytes if straight else None
+            step = self._block_bytes if straight else CAST_BYTES
             for offset in range(0, copy.nbytes, step):
                 nbytes = min(step, copy.nbytes - offset)
                 part = target[offset : offset + nbytes] if target is not None else None
@@ -110,11 +126,18 @@ class Copier:
             if block.target is not None:
                 payload.read_into(block.source, block.target)
             else:
-                buffer = self._buffer()[: block.nbytes]
-                payload.read_into(block.source, buffer)
-                values = torch.from_numpy(buffer).view(TORCH_DTYPES[block.copy.dtype])
-                block.copy.destination.tensor[block.first : block.first + values.numel()].copy_(values)
+                block.elements().copy_(self._values(payload, block))
             self._progress(block.nbytes)
+
+    def _values(self, payload: Payload, block: _Block) -> torch.Tensor:
+        """Read a block into this thread's buffer; valid until the next block."""
+        buffer = self._buffer()[: block.nbytes]
+        payload.read_into(block.source, buffer)
+        return torch.from_numpy(buffer).view(TORCH_DTYPES[block.copy.dtype])
+
+    @staticmethod
+    def _equal(values: torch.Tensor, there: torch.Tensor) -> bool:
+        return torch.equal(values.to(there).view(torch.uint8), there.view(torch.uint8))
 
     def _buffer(self) -> Bytes:
         buffer: Bytes | None = getattr(self._local, "buffer", None)

@@ -94,13 +94,9 @@ def _refuse_strangers(endpoint: str, setting: str) -> None:
 def _check_ipc(path: Path, setting: str) -> None:
     """Refuse what zmq would pass over in silence: it replaces an existing socket, dead or alive."""
     if len(os.fsencode(path)) > _IPC_PATH_LIMIT:
-        raise StartError(
-            f"{setting}: {path} is longer than the {_IPC_PATH_LIMIT} bytes a socket path may have"
-        )
+        raise StartError(f"{setting}: {path} is longer than the {_IPC_PATH_LIMIT} bytes a socket path may have")
     if not path.parent.is_dir():
-        raise StartError(
-            f"{setting}: the folder {path.parent} does not exist; create it, or change the setting"
-        )
+        raise StartError(f"{setting}: the folder {path.parent} does not exist; create it, or change the setting")
     try:
         kind = path.lstat().st_mode
     except FileNotFoundError:

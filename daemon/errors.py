@@ -99,7 +99,6 @@ def printable(text: object, limit: int = DETAIL_LIMIT) -> str:
     """
     raw = str(text)[: limit + 1]
     safe = "".join(
-        char if unicodedata.category(char)[0] != "C" else char.encode("unicode_escape").decode("ascii")
-        for char in raw
+        char if unicodedata.category(char)[0] != "C" else char.encode("unicode_escape").decode("ascii") for char in raw
     )
     return safe if len(safe) <= limit else safe[: limit - 1] + "…"

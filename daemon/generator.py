@@ -42,9 +42,7 @@ class Generator:
         sink: Takes each answer; must not block.
     """
 
-    def __init__(
-        self, model: DeepseekV2ForCausalLM, waiting: int, sink: Callable[[Generation], None]
-    ) -> None:
+    def __init__(self, model: DeepseekV2ForCausalLM, waiting: int, sink: Callable[[Generation], None]) -> None:
         self._model = model
         self._sink = sink
         self._jobs: queue.Queue[_Job | None] = queue.Queue(waiting)
@@ -92,9 +90,7 @@ class Generator:
         config = self._model.config
         largest = max(request.token_ids)
         if largest >= config.vocab_size:
-            return wire.Failed(
-                error=f"token id {largest} is outside of the vocabulary of {config.vocab_size}"
-            )
+            return wire.Failed(error=f"token id {largest} is outside of the vocabulary of {config.vocab_size}")
         length = len(request.token_ids) + request.max_new_tokens
         if length > config.max_position_embeddings:
             return wire.Failed(

@@ -198,17 +198,14 @@ class Ledger:
             detail = "the daemon is stopping"
         elif seen.held and self.held and self.held + seen.held > self.held_limit:
             detail = (
-                f"shards of {self.held} bytes are in flight, "
-                f"the limit is {self.held_limit} (socket.in_flight_bytes)"
+                f"shards of {self.held} bytes are in flight, the limit is {self.held_limit} (socket.in_flight_bytes)"
             )
         if detail:
             out.append(Reply(seen.key, wire.Answer(status="busy", shard=seen.name, detail=detail)))
             out.append(Release(seen.key))
             return
         self.held += seen.held
-        self.shards[seen.key] = Shard(
-            seen.key, seen.name, seen.source, seen.held, seen.identity, seen.content
-        )
+        self.shards[seen.key] = Shard(seen.key, seen.name, seen.source, seen.held, seen.identity, seen.content)
         self.queue[seen.key] = None
 
     def _renew(self, shard: Shard, seen: Seen, _out: list[Instruction]) -> None:
@@ -218,9 +215,7 @@ class Ledger:
         if seen.identity != shard.identity:
             shard.looks = 0
         shard.identity, shard.content = seen.identity, seen.content
-        shard.due = (
-            seen.now
-        )  # whatever its looks: a file that was just closed need not differ from an open one
+        shard.due = seen.now  # whatever its looks: a file that was just closed need not differ from an open one
 
     def _remember(self, shard: Shard, seen: Seen, _out: list[Instruction]) -> None:
         shard.again, shard.gone = seen, False
@@ -406,9 +401,7 @@ class Ledger:
         self.stopping = True
         for shard in list(self.shards.values()):
             if shard.held and shard.state not in FINAL | WORKED_ON:
-                self._reject(
-                    shard, Reason.STOPPING, "the daemon is stopping; send it again later", stop.now, out
-                )
+                self._reject(shard, Reason.STOPPING, "the daemon is stopping; send it again later", stop.now, out)
 
 
 Step: TypeAlias = Callable[[Ledger, Shard, Any, list[Instruction]], None]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,10 +19,12 @@ import structlog
 from fusewire.model import (
     ConflictError,
     DeepseekV2ForCausalLM,
+    Destination,
     ExpiredHalf,
     FusionCacheFull,
     LoadPlan,
     LoadReport,
+    StaleError,
     TensorMeta,
     WeightsError,
 )
@@ -32,8 +34,9 @@ from .copying import Copier, Copy
 from .errors import Reason, ShardNotReady, ShardRejected
 from .payload import BytesPayload, Payload
 from .settings import Settings
+from .shard import TensorEntry
 from .stimuli import Expired, Inspected, NotReady, Placed, Refused, ShardStimulus
-from .versions import Claim, reconcile, version_of_metadata
+from .versions import Claim, reconcile, versions_of_metadata
 
 GATE_TIMEOUT = 60.0
 """Seconds that a shard waits for a running forward pass before it is refused."""
@@ -186,8 +189,7 @@ class Loader:
                 raise ShardRejected(*_offence(error)) from error
             if not plan.slots and not plan.skipped:
                 raise ShardRejected(Reason.NO_KNOWN_TENSOR, "the shard holds no tensor at all")
-            claimed = version_of_metadata(header.metadata)
-            version = reconcile([*source.claims, *([claimed] if claimed else [])])
+            version = reconcile([*source.claims, *versions_of_metadata(header.metadata)])
         except BaseException:
             payload.close()
             raise
@@ -205,35 +207,41 @@ class Loader:
         begin = time.monotonic()
         shard = self._open[key]
         payload = shard.payload
+        if self.model.serving and not payload.proven:
+            payload = self._buffered(payload)
         try:
-            if self.model.serving and not payload.proven:
-                payload = self._buffered(payload)
             update = self.model.begin(shard.plan, version, name)
         except FusionCacheFull as error:
             raise ShardRejected(Reason.FUSION_CACHE_FULL, str(error)) from error
+        except StaleError as error:
+            raise ShardRejected(Reason.STALE_VERSION, str(error)) from error
+        self._tell_expired(update.expired)
         entries = {entry.name: entry for entry in payload.header.tensors}
-        copies = [
-            Copy(entry.start, entry.stop - entry.start, entry.dtype, destination)
-            for destination in update.destinations
-            for entry in (entries[destination.slot.name],)
-        ]
         try:
+            differing = self._copier.compare(payload, _copies(entries, update.compared))
+            if differing:
+                raise update.differing(differing)
             with update.writing(GATE_TIMEOUT):
-                self._copier.run(payload, copies)
+                self._copier.run(payload, _copies(entries, update.destinations))
                 payload.verify()
-                report = update.finish()
-        except ConflictError as error:
-            raise ShardRejected(Reason.CONFLICT, str(error)) from error
-        except BaseException as error:
-            unfilled = tuple(self.model.table.slots[tensor].index for tensor in update.abort())
-            if isinstance(error, ShardRejected):
-                return _refused(key, error.reason, error.detail, unfilled)
-            if isinstance(error, Exception):
-                log.exception("loader.defect", shard=name)
-                return _refused(key, Reason.INTERNAL_ERROR, f"{type(error).__name__}: {error}", unfilled)
-            raise
-        self._tell_expired(report.expired)
+                report = self.model.finish(update)
+        except BaseException as error:  # noqa: BLE001 - the update has to be given up whatever happened
+            unfilled = tuple(self.model.table.slots[tensor].index for tensor in self.model.abort(update))
+            return self._failed(key, name, error, unfilled)
         return self._placed(key, version, shard.plan, report, begin)
+
+    def _failed(self, key: str, name: str, error: BaseException, unfilled: tuple[int, ...]) -> Refused:
+        """Say what became of an update that was given up."""
+        match error:
+            case ShardRejected():
+                return _refused(key, error.reason, error.detail, unfilled)
+            case ConflictError():
+                return _refused(key, Reason.CONFLICT, str(error), unfilled)
+            case Exception():
+                log.error("loader.defect", shard=name, exc_info=error)
+                return _refused(key, Reason.INTERNAL_ERROR, f"{type(error).__name__}: {error}", unfilled)
+            case _:
+                raise error
 
     def _buffered(self, payload: Payload) -> Payload:
         """Read an unproven shard as a whole and prove it, before a byte of it reaches live weights."""
@@ -246,9 +254,7 @@ class Loader:
             )
         return BytesPayload.copy_of(payload)
 
-    def _placed(
-        self, key: str, version: int | None, plan: LoadPlan, report: LoadReport, begin: float
-    ) -> Placed:
+    def _placed(self, key: str, version: int | None, plan: LoadPlan, report: LoadReport, begin: float) -> Placed:
         now = time.monotonic()
         waiting = {half.tensor for half in report.pending if half.version == version}
         return Placed(
@@ -289,6 +295,14 @@ class Loader:
             shard.payload.close()
 
 
+def _copies(entries: Mapping[str, TensorEntry], destinations: Iterable[Destination]) -> list[Copy]:
+    return [
+        Copy(entry.start, entry.stop - entry.start, entry.dtype, destination)
+        for destination in destinations
+        for entry in (entries[destination.slot.name],)
+    ]
+
+
 def _pending(model: DeepseekV2ForCausalLM, now: float) -> tuple[wire.PendingHalf, ...]:
     return tuple(
         wire.PendingHalf(
@@ -306,17 +320,13 @@ def _pending(model: DeepseekV2ForCausalLM, now: float) -> tuple[wire.PendingHalf
 
 def _refused(key: str, reason: Reason, detail: str, unfilled: tuple[int, ...] = ()) -> Refused:
     transient = reason is Reason.CHANGED_WHILE_READING
-    return Refused(
-        key=key, now=time.monotonic(), reason=reason, detail=detail, transient=transient, unfilled=unfilled
-    )
+    return Refused(key=key, now=time.monotonic(), reason=reason, detail=detail, transient=transient, unfilled=unfilled)
 
 
 def _offence(error: WeightsError) -> tuple[Reason, str]:
     """Put a list of offenders into one reason and one line; the whole list goes to the log."""
     offenders = error.offenders
-    log.warning(
-        "shard.offenders", offenders=[f"{o.name}: {o.detail}" for o in offenders[:50]], count=len(offenders)
-    )
+    log.warning("shard.offenders", offenders=[f"{o.name}: {o.detail}" for o in offenders[:50]], count=len(offenders))
     first = offenders[0]
     more = f" (and {len(offenders) - 1} more, see the log)" if len(offenders) > 1 else ""
     return Reason(first.kind), f"{first.name}: {first.detail}{more}"

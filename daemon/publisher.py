@@ -21,9 +21,7 @@ class Publisher:
     Every subscription is answered by a heartbeat, so that a newcomer knows from when on it hears everything.
     """
 
-    def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], settings: Events, *, boot: str, mode: int
-    ) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], settings: Events, *, boot: str, mode: int) -> None:
         self.boot = boot
         self.seq = 0
         self.history: deque[events.AnyEvent] = deque(maxlen=settings.remembered)

@@ -50,7 +50,5 @@ def compare(old: Settings, new: Settings) -> Reload:
             else:
                 refused.append(name)
         if taken:
-            effective = msgspec.structs.replace(
-                effective, **{section: msgspec.structs.replace(before, **taken)}
-            )
+            effective = msgspec.structs.replace(effective, **{section: msgspec.structs.replace(before, **taken)})
     return Reload(effective, tuple(applied), tuple(refused))

@@ -49,9 +49,7 @@ def waiting_shards(ledger: Ledger) -> tuple[wire.WaitingShard, ...]:
     for shard in ledger.shards.values():
         if shard.state not in FINAL:
             found.append(
-                wire.WaitingShard(
-                    shard=shard.name, source=shard.source, state=shard.state.value, why=shard.why
-                )
+                wire.WaitingShard(shard=shard.name, source=shard.source, state=shard.state.value, why=shard.why)
             )
             if len(found) == WAITING_SHARDS:
                 break

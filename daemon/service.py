@@ -7,6 +7,7 @@ say. It never copies weights, scans folders, parses big headers or runs the mode
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -22,11 +23,13 @@ from .assembly import Letter, Parts, Signalled, assemble
 from .control import Control, Phase
 from .errors import FusewireError, StartError, printable
 from .generator import Generation
+from .lease import install_lease_signal_handling
 from .loader import Source
-from .payload import BytesPayload, Payload, install_lease_signal_handling, open_file
+from .payload import BytesPayload, Payload, open_file
 from .progressbar import ProgressBar
 from .settings import Settings
-from .sources.folder import FileHint, ScanResult
+from .sources.folder import PathHint, ScanResult
+from .sources.scan import FileHint
 from .sources.socket import Offer
 from .stimuli import (
     DropVersion,
@@ -44,7 +47,7 @@ from .stimuli import (
     Stop,
     Tick,
 )
-from .versions import Claim, version_of_path
+from .versions import Claim, versions_of_path
 
 log = structlog.get_logger()
 
@@ -177,7 +180,7 @@ class Service:
     def _turn(self) -> None:
         """Wait, then take in what has come from each side."""
         parts = self.parts
-        for ready, _ in self._poller.poll(self._patience() * 1000):
+        for ready, _ in self._poller.poll(self._patience()):
             if ready == parts.mailbox.fileno():
                 for letter in parts.mailbox.drain():
                     self._open_letter(letter)
@@ -192,9 +195,10 @@ class Service:
         self._feed(Tick(now=time.monotonic()))
         self._routine()
 
-    def _patience(self) -> float:
+    def _patience(self) -> int:
+        """Return how long the reactor may sleep, in milliseconds."""
         due = self.ledger.next_due()
-        return TICK if due is None else max(0.0, min(TICK, due - time.monotonic()))
+        return math.ceil(1000 * (TICK if due is None else max(0.0, min(TICK, due - time.monotonic()))))
 
     def _shutdown(self) -> None:
         self.loader.stop(JOIN_TIMEOUT)
@@ -205,9 +209,7 @@ class Service:
         shards = reports.waiting_shards(self.ledger)
         message = f"stopping: {len(waiting)} halves and {len(shards)} shards were still waiting"
         log.info("daemon.stopped", halves=waiting, shards=[shard.shard for shard in shards])
-        self._publish(
-            events.Stopping(version=self.ledger.versions.live, message=message, waiting=waiting[:100])
-        )
+        self._publish(events.Stopping(version=self.ledger.versions.live, message=message, waiting=waiting[:100]))
 
     # --------------------------------------------------------------------------------- what comes in
 
@@ -215,8 +217,9 @@ class Service:
         match letter:
             case ShardStimulus() | Expired():
                 self._feed(letter)
-            case FileHint():
-                self._take_hint(letter)
+            case PathHint():
+                if self.parts.folder is not None:
+                    self._take_hint(self.parts.folder.look(letter))
             case ScanResult():
                 for hint in letter.hints:
                     self._take_hint(hint)
@@ -231,7 +234,7 @@ class Service:
         frame, limit = offer.payload, self.settings.limits.header_bytes
 
         def open_frame() -> Payload:
-            return BytesPayload(frame.buffer, header_limit=limit)
+            return BytesPayload.parse(frame.buffer, header_limit=limit)
 
         claims = () if offer.version is None else (Claim("message header", offer.version),)
         self._sources[offer.key] = Source(offer.name, open_frame, claims)
@@ -260,10 +263,10 @@ class Service:
         kept = self._sources.get(key)
         if kept is not None:
             return kept
+        assert self.parts.folder is not None
         relative = Path(key.removeprefix("folder:"))
-        claim = version_of_path(relative)
-        path = Path(self.settings.folder.path) / relative
-        return Source(printable(relative), self._opener(path), (claim,) if claim else ())
+        path = self.parts.folder.root / relative
+        return Source(printable(relative), self._opener(path), tuple(versions_of_path(relative)))
 
     def _opener(self, path: Path) -> Callable[[], Payload]:
         def open_path() -> Payload:
@@ -307,9 +310,7 @@ class Service:
             self.control.note(sent)
         self.parts.metrics.record(sent)
         level = _LEVELS.get(type(sent), "info")
-        getattr(log, level)(
-            sent.__struct_config__.tag, seq=sent.seq, version=sent.version, message=sent.message
-        )
+        getattr(log, level)(sent.__struct_config__.tag, seq=sent.seq, version=sent.version, message=sent.message)
 
     def _answer(self, key: str, answer: wire.Answer) -> None:
         self._sources.pop(key, None)
@@ -387,8 +388,7 @@ class Service:
         install_lease_signal_handling()
         numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
         before = {
-            number: signal.signal(number, lambda came, _: self.parts.mailbox.put(Signalled(came)))
-            for number in numbers
+            number: signal.signal(number, lambda came, _: self.parts.mailbox.put(Signalled(came))) for number in numbers
         }
         try:
             yield

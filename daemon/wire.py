@@ -271,9 +271,7 @@ def decode_control_reply(frame: bytes) -> ControlReply:
     return _decode(_control_replies, frame, "control reply")
 
 
-def _decode(
-    decoder: msgspec.json.Decoder[_Message], frame: bytes, what: str, limit: int | None = None
-) -> _Message:
+def _decode(decoder: msgspec.json.Decoder[_Message], frame: bytes, what: str, limit: int | None = None) -> _Message:
     if limit is not None and len(frame) > limit:
         raise ProtocolError(f"{what} of {len(frame)} bytes: at most {limit} are allowed")
     try:

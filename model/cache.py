@@ -30,9 +30,7 @@ class LatentCache:
         self._latent = torch.empty(layers, batch, capacity, config.kv_lora_rank, dtype=dtype, device=device)
         self._rope = torch.empty(layers, batch, capacity, config.qk_rope_head_dim, dtype=dtype, device=device)
 
-    def extend(
-        self, layer: int, latent: torch.Tensor, rope: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def extend(self, layer: int, latent: torch.Tensor, rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Append a layer's new tokens; return all of that layer's tokens.
 
         Args:

@@ -111,9 +111,7 @@ class DeepseekV2Config:
                 raise ConfigError(f"{path}: larger than {CONFIG_LIMIT} bytes, that is no config.json")
             content = json.loads(path.read_bytes())
         except OSError as error:
-            raise ConfigError(
-                f"{path}: {error.strerror}; give the path of the model's config.json"
-            ) from error
+            raise ConfigError(f"{path}: {error.strerror}; give the path of the model's config.json") from error
         except (ValueError, RecursionError) as error:
             if isinstance(error, ConfigError):
                 raise
@@ -267,9 +265,7 @@ def _unsupported(content: Mapping[str, Any]) -> list[str]:
     quantization = content.get("quantization_config")
     if quantization is not None:
         method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
-        problems.append(
-            f"quantization_config: {method!r} weights are not supported; use a bfloat16 checkpoint"
-        )
+        problems.append(f"quantization_config: {method!r} weights are not supported; use a bfloat16 checkpoint")
     return problems
 
 
@@ -294,9 +290,7 @@ def _unsupported_values(config: DeepseekV2Config) -> list[str]:
         if config.topk_group > config.n_group:
             problems.append(f"topk_group {config.topk_group} is more than n_group {config.n_group}")
         if config.num_experts_per_tok > experts // config.n_group * config.topk_group:
-            problems.append(
-                f"num_experts_per_tok {config.num_experts_per_tok} is more than can be chosen from"
-            )
+            problems.append(f"num_experts_per_tok {config.num_experts_per_tok} is more than can be chosen from")
     if config.qk_rope_head_dim % 2:
         problems.append(f"qk_rope_head_dim {config.qk_rope_head_dim} is odd; RoPE turns pairs")
     return problems

@@ -38,13 +38,9 @@ def forward(
     eps = config.rms_norm_eps
     x = functional.embedding(token_ids, weights.embed_tokens)
     for index, layer in enumerate(weights.layers):
-        x = x + attention(
-            config, layer.attention, rms_norm(x, layer.input_layernorm, eps), turns, cache, index
-        )
+        x = x + attention(config, layer.attention, rms_norm(x, layer.input_layernorm, eps), turns, cache, index)
         normed = rms_norm(x, layer.post_attention_layernorm, eps)
-        x = x + (
-            moe(config, layer.mlp, normed) if isinstance(layer.mlp, Moe) else gated_mlp(layer.mlp, normed)
-        )
+        x = x + (moe(config, layer.mlp, normed) if isinstance(layer.mlp, Moe) else gated_mlp(layer.mlp, normed))
     cache.advance(tokens)
     return functional.linear(rms_norm(x, weights.norm, eps), weights.lm_head).float()
 

@@ -53,6 +53,4 @@ class StaleError(Exception):
     def __init__(self, version: int, names: tuple[str, ...]) -> None:
         self.version = version
         self.names = names
-        super().__init__(
-            f"version {version} comes too late: a newer version has filled {', '.join(names[:5])}"
-        )
+        super().__init__(f"version {version} comes too late: a newer version has filled {', '.join(names[:5])}")

@@ -195,9 +195,7 @@ class FusionCache:
         version, layer = key
         expired = []
         for waiting in self._entries.pop(key).values():
-            expired.append(
-                ExpiredHalf(version, layer, waiting.slot.name, waiting.since, waiting.tensor.nbytes, cause)
-            )
+            expired.append(ExpiredHalf(version, layer, waiting.slot.name, waiting.since, waiting.tensor.nbytes, cause))
             self.release(waiting.tensor)
         return expired
 

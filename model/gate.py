@@ -29,9 +29,7 @@ class Gate:
         """
         with self._changed:
             if not self._wait(lambda: not self._writing and not self._writers_waiting, timeout):
-                raise TimeoutError(
-                    f"an update of the weights kept the forward pass waiting for {timeout:g} s"
-                )
+                raise TimeoutError(f"an update of the weights kept the forward pass waiting for {timeout:g} s")
             self._readers += 1
         try:
             yield
@@ -51,9 +49,7 @@ class Gate:
             self._writers_waiting += 1
             try:
                 if not self._wait(lambda: not self._writing and not self._readers, timeout):
-                    raise TimeoutError(
-                        f"forward passes kept the update of the weights waiting for {timeout:g} s"
-                    )
+                    raise TimeoutError(f"forward passes kept the update of the weights waiting for {timeout:g} s")
                 self._writing = True
             finally:
                 self._writers_waiting -= 1

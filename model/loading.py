@@ -85,9 +85,7 @@ class Update:
         FusionCacheFull: The halves that have to wait are too large. In both cases nothing was changed.
     """
 
-    def __init__(
-        self, weights: Weights, plan: LoadPlan, version: int | None, source: str, *, serving: bool
-    ) -> None:
+    def __init__(self, weights: Weights, plan: LoadPlan, version: int | None, source: str, *, serving: bool) -> None:
         self._weights = weights
         self._plan = plan
         self._version = version
@@ -107,9 +105,7 @@ class Update:
         self._buffers, self.expired = cache.reserve(version, waits, generation.rows)
 
         self.compared: tuple[Destination, ...] = tuple(
-            Destination(slot, self._present(slot), in_place=False)
-            for slot in plan.slots
-            if slot.index in again
+            Destination(slot, self._present(slot), in_place=False) for slot in plan.slots if slot.index in again
         )
         """Tensors that this version has brought before: their bytes must equal these."""
         self.destinations: tuple[Destination, ...] = tuple(
@@ -205,9 +201,7 @@ class Update:
         newer = tuple(
             slot.name
             for slot in self._plan.slots
-            if (stamp := stamps[slot.index]) is not None
-            and stamp.version is not None
-            and stamp.version > version
+            if (stamp := stamps[slot.index]) is not None and stamp.version is not None and stamp.version > version
         )
         if newer:
             raise StaleError(version, newer)
@@ -233,8 +227,7 @@ class Update:
 
     def _is_whole(self, fusion: Fusion) -> bool:
         return all(
-            (stamp := self._weights.generation.stamps[slot.index]) is not None
-            and stamp.version == self._version
+            (stamp := self._weights.generation.stamps[slot.index]) is not None and stamp.version == self._version
             for slot in fusion.slots
         )
 

@@ -84,9 +84,7 @@ class DeepseekV2ForCausalLM:
         layers = [layer for layer in missing if layer is not None]
         parts = [f"layers {_ranges(layers)}"] if layers else []
         parts += missing.get(None, [])
-        text = (
-            f"{count} of {total} slots are missing ({', '.join(parts)})" if count else "all slots are filled"
-        )
+        text = f"{count} of {total} slots are missing ({', '.join(parts)})" if count else "all slots are filled"
         broken = sorted({half.layer for half in self.pending() if not half.owned})
         return f"{text}; the pairs of layers {_ranges(broken)} are not whole" if broken else text
 
@@ -175,10 +173,7 @@ class DeepseekV2ForCausalLM:
         pairs = list(pairs)
         tensors = dict(pairs)
         plan = self.table.plan(
-            {
-                name: TensorMeta(SAFETENSORS_DTYPES.get(t.dtype, str(t.dtype)), tuple(t.shape))
-                for name, t in pairs
-            }
+            {name: TensorMeta(SAFETENSORS_DTYPES.get(t.dtype, str(t.dtype)), tuple(t.shape)) for name, t in pairs}
         )
         update = self.begin(plan, version, source)
         try:
@@ -232,9 +227,7 @@ class DeepseekV2ForCausalLM:
             for name, tensor in pairs
             if name in known and tensor is not tensors[name] and not _same(tensor, tensors[name])
         }
-        came = {
-            d.slot.name for d in update.compared if not _same(tensors[d.slot.name].to(d.tensor), d.tensor)
-        }
+        came = {d.slot.name for d in update.compared if not _same(tensors[d.slot.name].to(d.tensor), d.tensor)}
         if twice | came:
             raise update.differing(tuple(sorted(twice | came)))
 

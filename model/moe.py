@@ -62,8 +62,8 @@ def moe(config: DeepseekV2Config, weights: Moe, x: Tensor) -> Tensor:
         gate, up = functional.linear(flat[token], weights.w13_weight[expert]).chunk(2, -1)
         made = functional.linear(functional.silu(gate) * up, weights.w2_weight[expert])
         out.index_add_(0, token, (made * scale[token, rank, None]).to(out.dtype))
-    out = out.view_as(x)
-    return out if weights.shared_experts is None else out + gated_mlp(weights.shared_experts, x)
+    routed = out.view_as(x)
+    return routed if weights.shared_experts is None else routed + gated_mlp(weights.shared_experts, x)
 
 
 def _within_best_groups(config: DeepseekV2Config, choice: Tensor) -> Tensor:
@@ -76,5 +76,6 @@ def _within_best_groups(config: DeepseekV2Config, choice: Tensor) -> Tensor:
     group_scores = grouped.topk(best, -1).values.sum(-1)
     groups = group_scores.topk(config.topk_group, -1).indices
     allowed = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(-1, groups, value=True)
-    barred = 0.0 if config.is_v3 is False else float("-inf")
-    return grouped.masked_fill(~allowed.unsqueeze(-1), barred).flatten(-2)
+    barred = float("-inf") if config.is_v3 else 0.0
+    limited: Tensor = grouped.masked_fill(~allowed.unsqueeze(-1), barred).flatten(-2)
+    return limited

@@ -29,7 +29,8 @@ class TensorMeta(NamedTuple):
     shape: Shape
 
 
-class Slot(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Slot:
     """Where one checkpoint tensor goes: a contiguous run of one parameter."""
 
     name: str
@@ -200,9 +201,7 @@ class SlotTable:
                 else:
                     skipped.append((name, reason))
             elif shape != slot.shape:
-                offenders.append(
-                    Offender(name, "wrong_shape", f"shape {list(shape)}, expected {list(slot.shape)}")
-                )
+                offenders.append(Offender(name, "wrong_shape", f"shape {list(shape)}, expected {list(slot.shape)}"))
             elif dtype not in slot.dtypes:
                 offenders.append(
                     Offender(name, "wrong_dtype", f"dtype {dtype}, accepted {', '.join(sorted(slot.dtypes))}")
@@ -240,9 +239,7 @@ def _layer(config: DeepseekV2Config, layer: int) -> Iterator[_Row]:
     if rank is None:
         yield _alone(f"{attention}.q_proj", (heads * config.qk_head_dim, hidden))
         for leaf in biases:
-            yield _stack(
-                f"{attention}.kv_a_proj_with_mqa", hidden, {f"{attention}.kv_a_proj_with_mqa": kv_rows}, leaf
-            )
+            yield _stack(f"{attention}.kv_a_proj_with_mqa", hidden, {f"{attention}.kv_a_proj_with_mqa": kv_rows}, leaf)
     else:
         halves = {f"{attention}.q_a_proj": rank, f"{attention}.kv_a_proj_with_mqa": kv_rows}
         for leaf in biases:
@@ -272,9 +269,7 @@ def _experts(config: DeepseekV2Config, mlp: str) -> Iterator[_Row]:
         yield _Row(f"{mlp}.gate", (count,), (bias,), leaf="e_score_correction_bias", dtype="F32")
     into, out = (width, hidden), (hidden, width)
     gate_up = tuple(
-        _Member(f"{mlp}.experts.{expert}.{part}", into)
-        for expert in range(count)
-        for part in ("gate_proj", "up_proj")
+        _Member(f"{mlp}.experts.{expert}.{part}", into) for expert in range(count) for part in ("gate_proj", "up_proj")
     )
     down = tuple(_Member(f"{mlp}.experts.{expert}.down_proj", out) for expert in range(count))
     yield _Row(f"{mlp}.experts.w13_weight", (count, 2 * width, hidden), gate_up, leaf="")

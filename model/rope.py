@@ -44,7 +44,7 @@ def attention_factor(config: DeepseekV2Config) -> float:
 
 def softmax_scale(config: DeepseekV2Config) -> float:
     """Return what scores are multiplied by: 1/sqrt(head size), times YaRN's magnitude scale squared."""
-    scale = config.qk_head_dim**-0.5
+    scale: float = config.qk_head_dim**-0.5
     scaling = config.rope_scaling
     if scaling is None or not scaling.mscale_all_dim:
         return scale

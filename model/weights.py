@@ -114,9 +114,7 @@ def _attention(config: DeepseekV2Config, parameters: Mapping[str, Tensor], prefi
     kv_b = parameters[f"{prefix}kv_b_proj.weight"].unflatten(0, (config.num_attention_heads, -1))
     low_rank = config.q_lora_rank is not None
     return AttentionWeights(
-        fused_qkv_a_proj_with_mqa=_linear(parameters, f"{prefix}fused_qkv_a_proj_with_mqa")
-        if low_rank
-        else None,
+        fused_qkv_a_proj_with_mqa=_linear(parameters, f"{prefix}fused_qkv_a_proj_with_mqa") if low_rank else None,
         q_a_layernorm=parameters[f"{prefix}q_a_layernorm.weight"] if low_rank else None,
         q_b_proj=_linear(parameters, f"{prefix}{'q_b_proj' if low_rank else 'q_proj'}"),
         kv_a_proj_with_mqa=None if low_rank else _linear(parameters, f"{prefix}kv_a_proj_with_mqa"),

@@ -33,9 +33,7 @@ class Offer:
 class SocketSource:
     """Takes ``put`` requests from the ingest socket and answers each exactly once."""
 
-    def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], settings: Socket, *, boot: str, mode: int
-    ) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], settings: Socket, *, boot: str, mode: int) -> None:
         self._welcome = wire.Welcome(boot=boot, max_put_bytes=settings.max_put_bytes)
         self._router = Router(
             context,

@@ -93,11 +93,11 @@ def test_by_socket(case: str, daemon: Any) -> None:
 
 
 def _put(daemon: Any, content: bytes) -> dict[str, Any]:
-    client = zmq.Context.instance().socket(zmq.REQ)
+    client: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.REQ)
     client.connect(daemon.endpoint("ingest"))
     try:
         client.send_multipart([b'{"op":"put"}', content])
-        assert client.poll(TIMEOUT * 1000)
+        assert client.poll(round(TIMEOUT * 1000))
         return dict(json.loads(client.recv()))
     finally:
         client.close(0)
@@ -110,9 +110,7 @@ def test_by_folder(case: str, daemon: Any) -> None:
     with daemon.subscriber() as subscriber:
         (daemon.shards / name).write_bytes(content)
         event = next(
-            e
-            for e in subscriber.events(timeout=TIMEOUT)
-            if isinstance(e, events.ShardRefused) and e.shard == name
+            e for e in subscriber.events(timeout=TIMEOUT) if isinstance(e, events.ShardRefused) and e.shard == name
         )
 
     assert event.reason in reasons, event.detail
@@ -197,10 +195,10 @@ def test_a_file_that_may_not_be_read_is_named_and_a_chmod_cures_it(
     ],
 )
 def test_malformed_messages_are_answered(frames: list[bytes], daemon: Any) -> None:
-    client = zmq.Context.instance().socket(zmq.REQ)
+    client: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.REQ)
     client.connect(daemon.endpoint("ingest"))
     client.send_multipart(frames)
-    assert client.poll(TIMEOUT * 1000)
+    assert client.poll(round(TIMEOUT * 1000))
     answer = json.loads(client.recv())
     client.close(0)
 
@@ -219,10 +217,10 @@ def test_malformed_messages_are_answered(frames: list[bytes], daemon: Any) -> No
     ],
 )
 def test_malformed_control_requests_are_answered(frames: list[bytes], daemon: Any) -> None:
-    client = zmq.Context.instance().socket(zmq.REQ)
+    client: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.REQ)
     client.connect(daemon.endpoint("control"))
     client.send_multipart(frames)
-    assert client.poll(TIMEOUT * 1000)
+    assert client.poll(round(TIMEOUT * 1000))
     reply = json.loads(client.recv())
     client.close(0)
 
@@ -231,13 +229,13 @@ def test_malformed_control_requests_are_answered(frames: list[bytes], daemon: An
 
 
 def test_a_dealer_without_the_empty_frame_is_served(daemon: Any) -> None:
-    client = zmq.Context.instance().socket(zmq.DEALER)
+    client: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     client.connect(daemon.endpoint("ingest"))
     client.send_multipart([b'{"op":"put"}', shard()])
     client.send_multipart([b"", b'{"op":"put"}', shard()])
     replies = []
     for _ in range(2):
-        assert client.poll(TIMEOUT * 1000)
+        assert client.poll(round(TIMEOUT * 1000))
         replies.append(client.recv_multipart())
     client.close(0)
 

@@ -90,9 +90,7 @@ def test_strangers_are_not_let_in(context: Context, endpoint: str) -> None:
 
 @pytest.mark.parametrize("kind", ["file", "no folder", "long"])
 def test_impossible_paths_are_named(context: Context, tmp_path: Path, kind: str) -> None:
-    path = {"file": tmp_path / "f", "no folder": tmp_path / "none" / "s", "long": tmp_path / ("x" * 120)}[
-        kind
-    ]
+    path = {"file": tmp_path / "f", "no folder": tmp_path / "none" / "s", "long": tmp_path / ("x" * 120)}[kind]
     if kind == "file":
         path.write_text("precious")
     with pytest.raises(StartError, match=r"x\.endpoint"):
@@ -102,9 +100,7 @@ def test_impossible_paths_are_named(context: Context, tmp_path: Path, kind: str)
 
 @pytest.fixture
 def publisher(context: Context, tmp_path: Path) -> Publisher:
-    return Publisher(
-        context, settings.Events(endpoint=f"ipc://{tmp_path}/e", remembered=5), boot="b", mode=0o600
-    )
+    return Publisher(context, settings.Events(endpoint=f"ipc://{tmp_path}/e", remembered=5), boot="b", mode=0o600)
 
 
 def test_both_subscribers_of_a_topic_are_noticed(context: Context, publisher: Publisher) -> None:

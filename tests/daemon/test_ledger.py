@@ -66,9 +66,7 @@ class Driver:
             )
         )
 
-    def inspected(
-        self, key: str, version: int | None = None, slots: tuple[int, ...] = (0,)
-    ) -> list[Instruction]:
+    def inspected(self, key: str, version: int | None = None, slots: tuple[int, ...] = (0,)) -> list[Instruction]:
         return self(Inspected(key=key, now=self.now, version=version, slots=slots, skipped=0, nbytes=10))
 
     def placed(self, key: str, fused: tuple[int, ...] = (), **changes: Any) -> list[Instruction]:
@@ -82,9 +80,7 @@ class Driver:
         }
         return self(Placed(key=key, now=self.now, fused=fused, **(fields | changes)))
 
-    def apply(
-        self, key: str, version: int | None, slots: tuple[int, ...], **placed: Any
-    ) -> list[Instruction]:
+    def apply(self, key: str, version: int | None, slots: tuple[int, ...], **placed: Any) -> list[Instruction]:
         """Take a shard through its whole life; return what its placing led to."""
         self.seen(key)
         self.inspected(key, version, slots)
@@ -285,9 +281,7 @@ def test_a_complete_version_goes_live_and_ends_the_older_ones(drive: Driver) -> 
 
     told = [i.event for i in out if isinstance(i, Publish)]
     kinds = [type(event) for event in told]
-    assert (
-        kinds.index(events.VersionComplete) < kinds.index(events.VersionLive) < kinds.index(events.ModelReady)
-    )
+    assert kinds.index(events.VersionComplete) < kinds.index(events.VersionLive) < kinds.index(events.ModelReady)
     assert DropVersion(3) in out
     assert drive.ledger.versions.live == 5
 
@@ -438,9 +432,7 @@ class Life(RuleBasedStateMachine):
     @rule(transient=st.booleans(), late=st.booleans())
     def is_refused(self, transient: bool, late: bool) -> None:
         jobs = self.to_place if (late and self.to_place) or not self.to_inspect else self.to_inspect
-        refused = Refused(
-            key=jobs.pop(0), now=self.drive.now, reason=Reason.TRUNCATED, detail="", transient=transient
-        )
+        refused = Refused(key=jobs.pop(0), now=self.drive.now, reason=Reason.TRUNCATED, detail="", transient=transient)
         self.take(self.drive(refused))
 
     @precondition(lambda self: self.to_place)

@@ -167,11 +167,11 @@ def test_plain_pyzmq_is_enough(start_daemon: StartDaemon) -> None:
     daemon = start_daemon()
     shard = next(CHECKPOINTS.glob("v2/model-00002*")).read_bytes()
 
-    client = zmq.Context.instance().socket(zmq.REQ)
+    client: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.REQ)
     client.connect(daemon.endpoint("ingest"))
     client.send_multipart([b'{"op": "put", "version": 3}', shard])
 
-    assert client.poll(TIMEOUT * 1000)
+    assert client.poll(round(TIMEOUT * 1000))
     answer = json.loads(client.recv())
     client.close(0)
     assert (answer["status"], answer["version"]) == ("applied", 3)
@@ -222,9 +222,7 @@ def test_what_is_in_the_folder_before_the_start_is_loaded(start_daemon: StartDae
         assert list(control.generate(prompt, max_new_tokens=24).token_ids) == expected
 
 
-def test_hundreds_of_files_at_once_are_all_applied(
-    start_daemon: StartDaemon, checkpoint_tensors: Golden
-) -> None:
+def test_hundreds_of_files_at_once_are_all_applied(start_daemon: StartDaemon, checkpoint_tensors: Golden) -> None:
     daemon = start_daemon("v3")
     for number, (name, tensor) in enumerate(sorted(checkpoint_tensors("v3").items())):
         save_file({name: tensor}, daemon.shards / f"{number:04}.safetensors")
@@ -258,9 +256,7 @@ def test_a_signal_stops_it_cleanly_and_what_waits_is_reported(
 
 def test_sighup_applies_what_it_can_and_says_what_it_cannot(start_daemon: StartDaemon) -> None:
     daemon = start_daemon()
-    daemon.write_settings(
-        {"log": {"level": "debug"}, "model": {"dtype": "bfloat16"}, "fusion": {"max_age": 5.0}}
-    )
+    daemon.write_settings({"log": {"level": "debug"}, "model": {"dtype": "bfloat16"}, "fusion": {"max_age": 5.0}})
     daemon.process.send_signal(signal.SIGHUP)
     reloaded = _wait_log(daemon, "settings.reloaded")
     restart = _wait_log(daemon, "settings.need_restart")

@@ -86,9 +86,7 @@ EVENTS: list[events.AnyEvent] = [
     events.VersionComplete(),
     events.VersionLive(version=0),
     events.ModelReady(),
-    events.ShardApplied(
-        shard="a", source="folder", tensors=1, skipped=0, waiting=("x",), nbytes=2, seconds=0.1
-    ),
+    events.ShardApplied(shard="a", source="folder", tensors=1, skipped=0, waiting=("x",), nbytes=2, seconds=0.1),
     events.ShardRefused(shard="ü\n", source="socket", reason="truncated", detail="…"),
     events.FusionExpired(layer=0, tensor="t", age=1.5, nbytes=3, cause="age"),
     events.Heartbeat(ready=True),
@@ -144,8 +142,6 @@ def test_printable_text_is_one_line_bounded_and_harmless(text: str, limit: int) 
     safe.encode()
 
 
-@pytest.mark.parametrize(
-    ("given_", "expected"), [("a\nb", "a\\nb"), ("\x1b[0m", "\\x1b[0m"), ("ü", "ü"), (7, "7")]
-)
+@pytest.mark.parametrize(("given_", "expected"), [("a\nb", "a\\nb"), ("\x1b[0m", "\\x1b[0m"), ("ü", "ü"), (7, "7")])
 def test_printable_examples(given_: Any, expected: str) -> None:
     assert printable(given_) == expected

@@ -1,0 +1,208 @@
+"""The trainer's side: pushing shards over the ingest socket. Needs no torch; takes its tensors if it has it."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from . import wire
+from .errors import FusewireError, ProtocolError, ShardRejected, printable
+from .rpc import Requester
+from .shard import LENGTH_BYTES, ShardHeader, TensorEntry, header_length, parse_header
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.02, 1.0
+"""Seconds between two tries when the daemon is busy: doubled from the first to the longest."""
+_HEADER_ROOM = 1024 * 1024
+"""Bytes that are left for a part's header when a shard is split."""
+_HEADER_LIMIT = 100_000_000
+
+
+class TensorTooLarge(FusewireError):
+    """One tensor is larger than the daemon takes in one message."""
+
+
+class Trainer:
+    """Pushes shards to a daemon; every call returns when the daemon has answered.
+
+    Args:
+        endpoint: The daemon's ingest socket, such as ``ipc:///run/fusewire/ingest.sock``.
+        timeout: Seconds that each push may take, waiting for a busy daemon included.
+
+    A rejection is an answer (``status == "rejected"``), not an exception. DaemonUnreachable is raised when no
+    answer came in time; what was sent may then have been applied or not, and may safely be sent again.
+    """
+
+    def __init__(self, endpoint: str, timeout: float = 60.0) -> None:
+        self._requester = Requester(endpoint, timeout)
+        self._max_put_bytes = 0
+
+    @property
+    def max_put_bytes(self) -> int:
+        """Largest shard that the daemon takes in one message, in bytes; asked for once."""
+        if not self._max_put_bytes:
+            welcome = self._requester.request([wire.encode(wire.Hello())], wire.decode_ingest_reply)
+            if not isinstance(welcome, wire.Welcome):
+                raise ProtocolError(f"the daemon did not say hello: {printable(welcome)}")
+            self._max_put_bytes = welcome.max_put_bytes
+        return self._max_put_bytes
+
+    def push_bytes(
+        self, shard: bytes | bytearray | memoryview, *, version: int | None = None, name: str | None = None
+    ) -> wire.Answer:
+        """Push a shard that lies in memory in safetensors' format, in one message.
+
+        Args:
+            shard: The whole shard. It is sent from where it lies: leave it unchanged until this returns.
+            version: The trainer's step.
+            name: What to call it in events and logs.
+
+        Raises:
+            TensorTooLarge: It does not fit into one message.
+            DaemonUnreachable: No answer came in time.
+        """
+        size = memoryview(shard).nbytes
+        if size > self.max_put_bytes:
+            raise TensorTooLarge(
+                f"a shard of {size} bytes: the daemon takes {self.max_put_bytes} in one message "
+                "(socket.max_put_bytes). Use push_file, which splits it, or put it into the drop folder"
+            )
+        header = wire.encode(wire.Put(version=version, name=name))
+        deadline = time.monotonic() + self._requester.timeout
+        pause = FIRST_PAUSE
+        while True:
+            left = max(0.001, deadline - time.monotonic())
+            answer = self._requester.request([header, shard], wire.decode_ingest_reply, left)
+            if not isinstance(answer, wire.Answer):
+                raise ProtocolError(f"the daemon's answer to a put was {printable(answer)}")
+            if answer.status != "busy" or time.monotonic() + pause > deadline:
+                return answer
+            time.sleep(pause)
+            pause = min(LONGEST_PAUSE, 2 * pause)
+
+    def push_file(
+        self, path: str | os.PathLike[str], *, version: int | None = None, name: str | None = None
+    ) -> list[wire.Answer]:
+        """Push a shard file; one that is too large for a message goes in several, cut between tensors.
+
+        Returns:
+            The answer to each message, in order. After a rejection nothing more is sent.
+
+        Raises:
+            OSError: The file can't be read.
+            ShardRejected: It is no safetensors file.
+            TensorTooLarge: A single tensor does not fit into a message.
+            DaemonUnreachable: No answer came in time.
+        """
+        path = Path(path)
+        name = name or path.name
+        size = path.stat().st_size
+        if size <= self.max_put_bytes:
+            return [self.push_bytes(path.read_bytes(), version=version, name=name)]
+        answers = []
+        with path.open("rb") as file:
+            header = read_header(file.fileno(), size)
+            parts = split(header, self.max_put_bytes)
+            for number, part in enumerate(parts, 1):
+                shard = build_part(file.fileno(), header, part)
+                answers.append(self.push_bytes(shard, version=version, name=f"{name} {number}/{len(parts)}"))
+                if answers[-1].status == "rejected":
+                    break
+        return answers
+
+    def push_tensors(
+        self, tensors: Mapping[str, Any], *, version: int | None = None, name: str | None = None
+    ) -> wire.Answer:
+        """Push torch tensors or numpy arrays by name, as one shard; see `push_bytes`."""
+        return self.push_bytes(serialize(tensors), version=version, name=name)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._requester.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def serialize(tensors: Mapping[str, Any]) -> bytes:
+    """Put torch tensors or numpy arrays (all of one kind) into safetensors' format."""
+    if any(type(tensor).__module__.partition(".")[0] == "torch" for tensor in tensors.values()):
+        from safetensors.torch import save  # noqa: PLC0415 - only a caller that has torch gets here
+
+        return save({name: tensor.detach().contiguous() for name, tensor in tensors.items()})
+    import numpy as np  # noqa: PLC0415 - the same
+    from safetensors.numpy import save as save_arrays  # noqa: PLC0415 - the same
+
+    return save_arrays({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()})
+
+
+def read_header(descriptor: int, size: int) -> ShardHeader:
+    """Read the header of an open shard file of ``size`` bytes."""
+    length = header_length(os.pread(descriptor, LENGTH_BYTES, 0), size, _HEADER_LIMIT)
+    return parse_header(os.pread(descriptor, length, LENGTH_BYTES), size)
+
+
+def split(header: ShardHeader, max_put_bytes: int) -> list[list[TensorEntry]]:
+    """Deal a shard's tensors out to messages, in order.
+
+    Raises:
+        TensorTooLarge: A single one does not fit.
+    """
+    room = max_put_bytes - min(_HEADER_ROOM, max_put_bytes // 2)
+    parts: list[list[TensorEntry]] = []
+    used = room + 1
+    for entry in header.tensors:
+        size = entry.stop - entry.start
+        if size > room:
+            raise TensorTooLarge(
+                f"tensor {printable(entry.name, 100)} has {size} bytes: the daemon takes {max_put_bytes} in one "
+                "message (socket.max_put_bytes). Put the file into the drop folder, or raise the setting"
+            )
+        if used + size > room or len(parts[-1]) >= _tensors_per_part(max_put_bytes):
+            parts.append([])
+            used = 0
+        parts[-1].append(entry)
+        used += size
+    return parts
+
+
+def build_part(descriptor: int, header: ShardHeader, part: Sequence[TensorEntry]) -> bytearray:
+    """Build a shard of its own from neighbouring tensors of a file; its metadata stays."""
+    table: dict[str, Any] = {"__metadata__": header.metadata} if header.metadata else {}
+    end = 0
+    for entry in part:
+        size = entry.stop - entry.start
+        table[entry.name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(table, separators=(",", ":")).encode()
+    begin = LENGTH_BYTES + len(text)
+    shard = bytearray(begin + end)
+    shard[:begin] = len(text).to_bytes(LENGTH_BYTES, "little") + text
+    _read_all(descriptor, memoryview(shard)[begin:], header.data_offset + part[0].start)
+    return shard
+
+
+def _tensors_per_part(max_put_bytes: int) -> int:
+    """Names and shapes need room, too: 256 bytes each is more than any checkpoint of this family has."""
+    return max(1, min(_HEADER_ROOM, max_put_bytes // 2) // 512)
+
+
+def _read_all(descriptor: int, view: memoryview, position: int) -> None:
+    done = 0
+    while done < len(view):
+        count = os.preadv(descriptor, [view[done:]], position + done)
+        if not count:
+            raise OSError("the file became shorter while it was read")
+        done += count
+
+
+__all__ = ["ShardRejected", "TensorTooLarge", "Trainer", "build_part", "read_header", "serialize", "split"]
