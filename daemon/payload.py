@@ -252,7 +252,7 @@ def _examine(
     if held is lease.Lease.NONE and 0 <= age < settle:
         raise ShardNotReady(f"changed {age:.1f} s ago; it has to rest for {settle:g} s")
     try:
-        if os.lseek(descriptor, 0, os.SEEK_HOLE) < status.st_size:
+        if status.st_size and os.lseek(descriptor, 0, os.SEEK_HOLE) < status.st_size:
             raise ShardRejected(
                 Reason.TRUNCATED,
                 "it has holes that were never written; if they are meant, copy it without holes",

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,9 @@ TIMEOUT = 30.0
 class RunningDaemon:
     """`fusewire run` in a process of its own."""
 
-    def __init__(self, root: Path, family: str, settings: dict[str, Any], **popen: Any) -> None:
+    def __init__(
+        self, root: Path, family: str, settings: dict[str, Any], prefix: Sequence[str] = (), **popen: Any
+    ) -> None:
         self.root = root
         self.checkpoint = CHECKPOINTS / family
         self.config_path = root / "fusewire.toml"
@@ -38,6 +40,7 @@ class RunningDaemon:
         self.shards.mkdir(exist_ok=True)
         self.write_settings(settings)
         self.log_path = root / "daemon.log"
+        self._prefix = prefix
         self._popen = popen
         self.start()
 
@@ -60,7 +63,7 @@ class RunningDaemon:
         environment = os.environ | self._popen.get("env", {})
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "fusewire.daemon", "run", "--config", str(self.config_path)],
+                [*self._prefix, sys.executable, "-m", "fusewire.daemon", "run", "--config", str(self.config_path)],
                 stderr=log,
                 stdout=log,
                 **(self._popen | {"env": environment}),

@@ -129,13 +129,14 @@ def test_a_waiting_half_is_visible_everywhere_and_changes_nothing(
     other = "model.layers.1.self_attn.kv_a_proj_with_mqa.weight"
     tensors = checkpoint_tensors("v2")
     prompt, expected = tokens(golden("v2"))
-    with daemon.trainer() as trainer, daemon.control() as control, daemon.subscriber() as subscriber:
+    with daemon.trainer() as trainer, daemon.control() as control:
         answer = trainer.push_bytes(save({half: tensors[half] * 2}), version=4)
         assert (answer.status, answer.waiting, answer.fused) == ("applied", (half,), ())
         (pending,) = control.pending()
         assert (pending.tensor, pending.version, pending.missing, pending.owned) == (half, 4, (other,), True)
         assert daemon.status().layers.waiting == (1,)
-        assert subscriber.snapshot.pending[0].tensor == half
+        with daemon.subscriber() as late:
+            assert late.snapshot.pending[0].tensor == half
         assert list(control.generate(prompt, max_new_tokens=24).token_ids) == expected
         # Another version's half is no partner.
         answer = trainer.push_bytes(save({other: tensors[other] * 2}), version=5)

@@ -1,0 +1,59 @@
+# fusewire: `make help` lists what there is. Needs python3 (3.11 or newer) with its venv module, and make. No root.
+
+PYTHON ?= python3
+CONFIG ?= config/dev.toml
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint types test-slow test-gpu run bench clean
+
+help: ## list these targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target text; do printf '%-18s %s\n' "$$target" "$$text"; done
+
+demo: $(STAMP) ## the main job, shown on a real checkpoint: shards in, fused layers out, tokens compared
+	@$(BIN)/fusewire demo
+
+test: lint types ## lint, types and tests
+	$(BIN)/pytest
+
+lint: $(STAMP) ## ruff: rules and format
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: $(STAMP) ## mypy, strict
+	$(BIN)/mypy
+
+test-slow: $(STAMP) ## the tests that take minutes
+	$(BIN)/pytest -m slow
+
+test-gpu: $(STAMP) ## the tests that need a CUDA device
+	$(BIN)/pytest -m gpu
+
+run: $(STAMP) ## a daemon in this checkout; CONFIG=FILE for other settings than config/dev.toml
+	@mkdir -p run/shards
+	@exec $(BIN)/fusewire run --config $(CONFIG)
+
+bench: $(STAMP) ## benchmarks; prints ratios to a memcpy measured in the same run
+	$(BIN)/python benchmarks/folder.py
+
+clean: ## remove everything that these targets made, .venv too
+	rm -rf $(VENV) build dist run *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis benchmarks/results
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Installed once, and again when what is to be installed changes. The stamp comes last: an interrupted installation is
+# begun anew.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "fusewire needs Python 3.11 or newer, and '$(PYTHON)' is missing or older." >&2; \
+	  echo "Install one and name it: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "'$(PYTHON)' has no venv module with pip. On Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	@echo "installing into $(VENV) (once; torch is large, this can take minutes)"
+	@rm -f $@
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) install -c constraints.txt -e '.[dev]'
+	@touch $@
