@@ -133,7 +133,7 @@ class DeepseekV2Config:
         if not isinstance(content, Mapping):
             raise ConfigError(f"a config.json is an object, not {type(content).__name__}")
         model_type = content.get("model_type")
-        if model_type not in ARCHITECTURES:
+        if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
             raise ConfigError(
                 f"model_type {model_type!r} is another architecture; supported: {', '.join(ARCHITECTURES)}"
             )

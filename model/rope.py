@@ -80,7 +80,7 @@ def rotate(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
     Returns:
         The same shape and dtype as ``x``; computed in float32.
     """
-    pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+    pairs = torch.view_as_complex(x.float().contiguous().unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * turns[None, :, None, :]).flatten(-2).to(x.dtype)
 
 
