@@ -5,7 +5,7 @@ Beside it, in the same rounds: memcpy, and the usual way to reload.
 Run: ``python benchmarks/folder.py [--rounds N] [--quick]``. Two shards: one fused pair of 65 MB, and about
 2 GB of a DeepSeek-V2-wide layer. Both lie in the page cache. In each round, in turn:
 
-* memcpy: the same bytes, RAM to RAM, warm, on two threads: the floor;
+* memcpy: the same bytes, RAM to RAM, warm, non-temporal, on two threads: the floor;
 * the usual way: ``safetensors.torch.load_file``, ``torch.cat`` of the halves, ``copy_`` into the parameters,
   in this process, without any event: what a reload in place costs elsewhere;
 * fusewire: the time from close() of the file to the arrival of its ``shard.applied`` event, in this process.
@@ -16,14 +16,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Daemon, Memcpy, daemon, interleave, machine, save, table
+from harness import Daemon, Memcpy, daemon, interleave, machine, save, table, with_tunables
 from safetensors.torch import load_file, save_file
 
 from fusewire.daemon.client import Subscriber
@@ -69,6 +68,8 @@ PAIR = V2 | {
 }
 """One layer whose q_a_proj and kv_a_proj_with_mqa have 65 MB together: 2,112 rows of 15,360 bfloat16."""
 EVENT_TIMEOUT = 60.0
+WRITE_BYTES = 16 * 1024 * 1024
+"""What a trainer writes at a time: about one tensor."""
 
 
 def random_shard(config: dict[str, Any], names: Callable[[str], bool], path: Path) -> dict[str, torch.Tensor]:
@@ -114,15 +115,18 @@ class Fusewire:
         self._subscriber = subscriber
         self._shard = shard
         self._number = 0
+        self.copying: list[float] = []
+        """What the daemon itself says of each delivery: seconds from the first byte copied to the last."""
 
     def __call__(self) -> float:
         """Deliver the shard once; return the seconds from close() to the event."""
         self._number += 1
         name = f"shard-{self._number}.safetensors"
-        hidden, final = self._daemon.root / name, self._daemon.shards / name
-        shutil.copyfile(self._shard, hidden)
-        descriptor = os.open(hidden, os.O_WRONLY)
-        hidden.rename(final)  # under its final name while it is still open for writing
+        final = self._daemon.shards / name
+        descriptor = os.open(final, os.O_WRONLY | os.O_CREAT)
+        with self._shard.open("rb") as source:
+            while block := source.read(WRITE_BYTES):
+                os.write(descriptor, block)
         time.sleep(0.2)  # the daemon has seen it, and waits for its writer
         begin = time.perf_counter()
         os.close(descriptor)
@@ -131,6 +135,7 @@ class Fusewire:
                 raise SystemExit(f"rejected: {event.message}")
             if isinstance(event, ShardApplied) and event.shard == name:
                 seconds = time.perf_counter() - begin
+                self.copying.append(event.seconds)
                 final.unlink()
                 return seconds
         raise SystemExit(f"no event within {EVENT_TIMEOUT} s")
@@ -148,13 +153,15 @@ def measure(title: str, config: dict[str, Any], wanted: Callable[[str], bool], r
             subscriber.wait_ready(timeout=EVENT_TIMEOUT)
             usual = UsualWay(shard, tensors)
             torch.set_num_threads(1)
+            fusewire = Fusewire(running, subscriber, shard)
             ways: dict[str, Callable[[], float]] = {
                 "memcpy, 2 threads (the floor)": Memcpy(nbytes),
                 "usual: load_file + cat + copy_, 1 thread": usual,
                 "usual, torch with 2 threads": lambda: _with_threads(2, usual),
-                "fusewire: close() to event": Fusewire(running, subscriber, shard),
+                "fusewire: close() to event": fusewire,
             }
             times = interleave(ways, rounds)
+            times["  of which copying"] = fusewire.copying[1:]
     return table(title, nbytes, times, floor="memcpy, 2 threads (the floor)")
 
 
@@ -171,11 +178,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="from close() of a shard to its event")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--quick", action="store_true", help="the pair only, few rounds")
+    parser.add_argument("--only", choices=["pair", "shard"])
     options = parser.parse_args()
+    with_tunables()
     print(machine())
     rounds = 5 if options.quick else options.rounds
-    records = measure("fused pair", PAIR, lambda name: "_a_proj" in name, rounds)
-    if not options.quick:
+    records = []
+    if options.only != "shard":
+        records += measure("fused pair", PAIR, lambda name: "_a_proj" in name, rounds)
+    if options.only != "pair" and not options.quick:
         records += measure("V2-wide shard", V2, lambda name: ".layers." in name, rounds)
     print(f"\nwritten to {save('folder', records)}")
     return 0

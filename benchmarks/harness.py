@@ -136,6 +136,13 @@ def table(title: str, nbytes: int, times: Mapping[str, Sequence[float]], floor: 
     return records
 
 
+def with_tunables() -> None:
+    """Start this program again with TUNABLES, so that the floor is a non-temporal copy, as the daemon's is."""
+    if os.environ.get("GLIBC_TUNABLES") != TUNABLES:
+        os.environ["GLIBC_TUNABLES"] = TUNABLES
+        os.execv(sys.executable, [sys.executable, *sys.argv])  # noqa: S606 - ourselves
+
+
 def machine() -> str:
     """Return what the figures were measured on."""
     return (

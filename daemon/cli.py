@@ -30,7 +30,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-out = Console(highlight=False, soft_wrap=True)
+WIDTH = 200
+"""Columns of a table that does not go to a terminal."""
+out = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH)
 
 Config = Annotated[
     Path, typer.Option("--config", "-c", envvar="FUSEWIRE_CONFIG", help="Settings file of the daemon.", metavar="FILE")

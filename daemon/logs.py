@@ -94,7 +94,8 @@ def _bounded(value: Any, key: str = "") -> Any:  # noqa: ANN401 - anything may b
     if finite or key.startswith("_") or value is None or isinstance(value, bool | int):
         return value
     if key == "exception":
-        return str(value)[-10 * VALUE_LIMIT :].encode("utf-8", "replace").decode()
+        text = str(value).encode("utf-8", "replace").decode()
+        return text if len(text) <= 6 * VALUE_LIMIT else f"{text[:VALUE_LIMIT]}\n…\n{text[-5 * VALUE_LIMIT :]}"
     try:
         if isinstance(value, Mapping):
             return {printable(k, 100): _bounded(v) for k, v in list(value.items())[:LIST_LIMIT]}

@@ -151,8 +151,10 @@ def load(path: str | os.PathLike[str]) -> Settings:
             f"settings file {path}: {error.strerror}. Give its path with --config; "
             "config/fusewire.toml in the source tree is a commented one to start from."
         ) from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except msgspec.ValidationError as error:
         raise SettingsError(f"settings file {path}: {printable(error)}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"settings file {path}: not valid TOML: {printable(error)}") from error
     return _resolved(settings, path.absolute().parent)
 
 
