@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types test-slow test-gpu run bench clean
+.PHONY: help demo test lint types test-gpu run bench clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target text; do printf '%-18s %s\n' "$$target" "$$text"; done
@@ -26,9 +26,6 @@ lint: $(STAMP) ## ruff: rules and format
 
 types: $(STAMP) ## mypy, strict
 	$(BIN)/mypy
-
-test-slow: $(STAMP) ## the tests that take minutes
-	$(BIN)/pytest -m slow
 
 test-gpu: $(STAMP) ## the tests that need a CUDA device
 	$(BIN)/pytest -m gpu

@@ -20,7 +20,23 @@ class RequestFailed(FusewireError):
     """The daemon answered that it did not carry the request out; the message says why."""
 
 
-class Requester:
+class Closing:
+    """A context manager whose end is `close`."""
+
+    def close(self) -> None:
+        """Give everything back."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Requester(Closing):
     """A REQ-like socket that can't get stuck: each request has a deadline, and late replies are never mistaken.
 
     Not thread-safe, like every zmq socket.
@@ -68,14 +84,6 @@ class Requester:
         """Close the connection at once."""
         self._context.destroy(linger=0)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _connect(self) -> zmq.Socket[bytes]:
         made = self._context.socket(zmq.DEALER)
         made.linger = 0
@@ -97,7 +105,7 @@ class Requester:
         )
 
 
-class Control:
+class Control(Closing):
     """Questions to a daemon.
 
     Args:
@@ -143,14 +151,6 @@ class Control:
     def close(self) -> None:
         """Close the connection."""
         self._requester.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _ask(self, request: wire.ControlRequest, kind: type[Reply], timeout: float | None = None) -> Reply:
         reply = self._requester.request([wire.encode(request)], wire.decode_control_reply, timeout)

@@ -3,14 +3,21 @@
 Format (8 bytes of little-endian length, that many bytes of JSON, data): every tensor has a dtype, a shape and a
 range of the data; the ranges cover the data without holes or overlaps. What is refused here is refused before a
 byte of the shard is copied.
+
+A header is read twice at most. First quickly, by msgspec, which lets the last of two equal keys win in silence: so
+the keys are counted as well. Only if that does not prove it good is it read slowly, to tell what is wrong.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import re
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
 
 from .errors import Reason, ShardRejected, printable
 
@@ -35,7 +42,12 @@ DTYPE_BITS = {
 }
 """Dtypes whose elements fill whole bytes; all others are refused."""
 MAX_RANK = 8
+LARGEST = 2**63 - 1
+"""Largest dimension, offset and number of elements."""
+EXPLAINED_BYTES = 1 << 20
+"""Longest broken header that is read a second time, slowly, to say exactly what is wrong with it."""
 _ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
+_ESCAPED_COLON = re.compile(rb"(?<!\\)(?:\\\\)*\\u003[aA]")
 
 
 class TensorEntry(NamedTuple):
@@ -102,15 +114,17 @@ def parse_header(text: bytes, file_size: int) -> ShardHeader:
     Raises:
         ShardRejected: MALFORMED_HEADER, TRUNCATED or TRAILING_BYTES; the detail names the tensor.
     """
-    content = _json(text)
-    metadata = _metadata(content.pop("__metadata__", {}))
-    entries = sorted((_entry(name, value) for name, value in content.items()), key=_by_position)
+    entries, metadata = _decode(text)
+    tensors = sorted(
+        [_tensor(name, entry.dtype, entry.shape, entry.data_offsets) for name, entry in entries.items()],
+        key=attrgetter("start", "stop"),
+    )
     end = 0
-    for entry in entries:
-        if entry.start != end:
-            what = "overlaps another tensor" if entry.start < end else f"leaves a hole of {entry.start - end} bytes"
-            raise _malformed(entry.name, f"begins at {entry.start} and {what}")
-        end = entry.stop
+    for tensor in tensors:
+        if tensor.start != end:
+            what = "overlaps another tensor" if tensor.start < end else f"leaves a hole of {tensor.start - end} bytes"
+            raise _malformed(tensor.name, f"begins at {tensor.start} and {what}")
+        end = tensor.stop
     data_offset = LENGTH_BYTES + len(text)
     if data_offset + end > file_size:
         raise ShardRejected(
@@ -122,14 +136,91 @@ def parse_header(text: bytes, file_size: int) -> ShardHeader:
             Reason.TRAILING_BYTES,
             f"{file_size} bytes; the header promises {data_offset + end}: what is the rest?",
         )
-    return ShardHeader(tuple(entries), metadata, data_offset, end)
+    return ShardHeader(tuple(tensors), metadata, data_offset, end)
+
+
+def _tensor(name: str, dtype: object, shape: object, offsets: object) -> TensorEntry:
+    """Check one entry. Tuples hold whole numbers between 0 and LARGEST; anything that is no tuple is refused."""
+    bits = DTYPE_BITS.get(dtype) if type(dtype) is str else None
+    if bits is None:
+        raise _malformed(name, f"has the unknown dtype {printable(dtype, 40)}")
+    if type(shape) is not tuple or len(shape) > MAX_RANK:
+        raise _malformed(name, f"has an impossible shape {printable(shape, 60)}")
+    if type(offsets) is not tuple or len(offsets) != 2:  # noqa: PLR2004
+        raise _malformed(name, f"has impossible data_offsets {printable(offsets, 60)}")
+    start, stop = offsets
+    nbytes = math.prod(shape) * bits // 8
+    if stop - start != nbytes:
+        raise _malformed(name, f"has {stop - start} bytes of data; its dtype and shape need {nbytes}")
+    if not nbytes and math.prod(filter(None, shape)) > LARGEST:  # a zero hides an overflow from the line above
+        raise _malformed(name, f"has an impossible shape {printable(shape, 60)}")
+    return TensorEntry(name, dtype, shape, start, stop)  # type: ignore[arg-type]  # str: it has bits
+
+
+# ------------------------------------------------------------------------------------- quickly, or not at all
+
+_Whole = Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
+
+
+class _Entry(msgspec.Struct, gc=False):
+    """A tensor's entry. ``__metadata__`` has to pass for one, too: hence nothing is required, and strings will do."""
+
+    dtype: str | None = None
+    shape: tuple[_Whole, ...] | str | None = None
+    data_offsets: tuple[_Whole, _Whole] | str | None = None
+
+
+class _Top(msgspec.Struct, gc=False):
+    """The header without its tensors, which are skipped."""
+
+    metadata: dict[str, str] | None = msgspec.field(name="__metadata__", default=None)
+
+
+_ENTRIES = msgspec.json.Decoder(dict[str, _Entry])
+_TOP = msgspec.json.Decoder(_Top)
+
+
+def _decode(text: bytes) -> tuple[dict[str, _Entry], dict[str, str]]:
+    """Read the entries and the metadata, and prove that there is no key but those that are returned.
+
+    Every key brings one colon, and all other colons stand in names and metadata. A key that came twice (all but the
+    last were dropped) or that no entry has (it was skipped) leaves a colon too many.
+    """
+    try:
+        text.decode()  # strings that are skipped are not checked by msgspec
+        entries, top = _ENTRIES.decode(text), _TOP.decode(text)
+    except (ValueError, RecursionError) as error:
+        raise _explained(text, f"the header is not that of a safetensors shard: {printable(error, 120)}") from error
+    metadata = top.metadata or {}
+    colons = (entries.pop("__metadata__", None) is not None) + 4 * len(entries) + len(metadata)
+    colons += _colons(entries) + _colons(metadata) + _colons(metadata.values()) - len(_ESCAPED_COLON.findall(text))
+    if not text.startswith(b"{") or text.count(b":") != colons:
+        raise _explained(text, "a key in the header stands twice, is missing, or does not belong there")
+    return entries, metadata
+
+
+def _colons(strings: Iterable[str]) -> int:
+    return "".join(strings).count(":")
+
+
+# ------------------------------------------------------------------------------ slowly, to tell what is wrong
 
 
 class _Malformed(Exception):
     """Raised inside the JSON parser; its message becomes the detail."""
 
 
-def _json(text: bytes) -> dict[str, Any]:
+def _explained(text: bytes, otherwise: str) -> ShardRejected:
+    """Say what is wrong with a broken header, if it is not too long for that."""
+    if len(text) <= EXPLAINED_BYTES:
+        try:
+            _read_slowly(text)
+        except ShardRejected as found:
+            return found
+    return ShardRejected(Reason.MALFORMED_HEADER, otherwise)
+
+
+def _read_slowly(text: bytes) -> None:
     try:
         content = json.loads(text.decode(), object_pairs_hook=_object, parse_float=_no_float, parse_constant=_no_float)
     except _Malformed as error:
@@ -141,11 +232,17 @@ def _json(text: bytes) -> dict[str, Any]:
         raise ShardRejected(Reason.MALFORMED_HEADER, detail) from error
     if not text.startswith(b"{") or not isinstance(content, dict):
         raise ShardRejected(Reason.MALFORMED_HEADER, "the header is not a JSON object")
-    return content
+    metadata = content.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ShardRejected(Reason.MALFORMED_HEADER, "__metadata__ is not an object of strings")
+    for name, entry in content.items():
+        if type(entry) is not dict or entry.keys() != _ENTRY_KEYS:
+            raise _malformed(name, "has to have the keys dtype, shape and data_offsets, and no others")
+        _tensor(name, entry["dtype"], _whole_numbers(entry["shape"]), _whole_numbers(entry["data_offsets"]))
 
 
 def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Build an object whose keys are all different: most parsers let the last of them win in silence."""
+    """Build an object whose keys are all different."""
     made = dict(pairs)
     if len(made) != len(pairs):
         seen: set[str] = set()
@@ -158,36 +255,10 @@ def _no_float(text: str) -> None:
     raise _Malformed(f"the number {printable(text, 40)} in the header is not a whole one")
 
 
-def _metadata(value: Any) -> dict[str, str]:  # noqa: ANN401 - whatever JSON held
-    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-        raise ShardRejected(Reason.MALFORMED_HEADER, "__metadata__ is not an object of strings")
-    return value
-
-
-def _entry(name: str, value: Any) -> TensorEntry:  # noqa: ANN401 - whatever JSON held
-    if type(value) is not dict or value.keys() != _ENTRY_KEYS:
-        raise _malformed(name, "has to have the keys dtype, shape and data_offsets, and no others")
-    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-    bits = DTYPE_BITS.get(dtype) if type(dtype) is str else None
-    if bits is None:
-        raise _malformed(name, f"has the unknown dtype {printable(dtype, 40)}")
-    if type(shape) is not list or len(shape) > MAX_RANK or not _whole_numbers(shape):
-        raise _malformed(name, f"has an impossible shape {printable(shape, 60)}")
-    if type(offsets) is not list or len(offsets) != 2 or not _whole_numbers(offsets):  # noqa: PLR2004
-        raise _malformed(name, f"has impossible data_offsets {printable(offsets, 60)}")
-    start, stop = offsets
-    nbytes = math.prod(shape) * bits // 8
-    if stop - start != nbytes:
-        raise _malformed(name, f"has {stop - start} bytes of data; its dtype and shape need {nbytes}")
-    return TensorEntry(name, dtype, tuple(shape), start, stop)
-
-
-def _whole_numbers(values: Sequence[object]) -> bool:
-    return all(type(value) is int and value >= 0 for value in values)
-
-
-def _by_position(entry: TensorEntry) -> tuple[int, int]:
-    return entry.start, entry.stop
+def _whole_numbers(values: object) -> object:
+    """Make a tuple of a list of whole numbers; anything else stays what it is."""
+    fits = type(values) is list and all(type(value) is int and 0 <= value <= LARGEST for value in values)
+    return tuple(values) if fits else values  # type: ignore[arg-type]  # a list
 
 
 def _malformed(name: str, what: str) -> ShardRejected:

@@ -11,15 +11,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
 import zmq
 
 from . import events, wire
 from .errors import DaemonUnreachable
 from .events import AnyEvent
-from .rpc import HEARTBEAT_MS, Control
+from .rpc import HEARTBEAT_MS, Closing, Control
 
 ANY: Final = "any"
 """For `Subscriber.wait_for_layer`: whatever version fuses the layer."""
@@ -27,7 +26,7 @@ SILENCE = 30.0
 """Seconds without any event, heartbeats included, after which the daemon counts as gone."""
 
 
-class Subscriber:
+class Subscriber(Closing):
     """Hears a daemon's events and keeps a picture of its state. Not thread-safe.
 
     Args:
@@ -144,14 +143,6 @@ class Subscriber:
         """Close the connections."""
         self._context.destroy(linger=0)
         self._control.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     # ---------------------------------------------------------------------------------------- picture
 

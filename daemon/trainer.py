@@ -7,12 +7,11 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from . import wire
 from .errors import FusewireError, ProtocolError, ShardRejected, printable
-from .rpc import Requester
+from .rpc import Closing, Requester
 from .shard import LENGTH_BYTES, ShardHeader, TensorEntry, header_length, parse_header
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.02, 1.0
@@ -26,7 +25,7 @@ class TensorTooLarge(FusewireError):
     """One tensor is larger than the daemon takes in one message."""
 
 
-class Trainer:
+class Trainer(Closing):
     """Pushes shards to a daemon; every call returns when the daemon has answered.
 
     Args:
@@ -123,14 +122,6 @@ class Trainer:
     def close(self) -> None:
         """Close the connection."""
         self._requester.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def serialize(tensors: Mapping[str, Any]) -> bytes:

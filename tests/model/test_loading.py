@@ -131,8 +131,12 @@ def serving(cold_load: ColdLoad) -> Iterator[DeepseekV2ForCausalLM]:
 @st.composite
 def deliveries(draw: st.DrawFn, names: Sequence[str] = NAMES) -> list[list[str]]:
     """Any order of all names, some of them several times, cut anywhere: down to one tensor a call."""
-    again = draw(st.lists(st.sampled_from(names), max_size=20))
+    halves = [name for name in names if "_a_proj" in name]
+    again = draw(st.lists(st.sampled_from(names) | st.sampled_from(halves), max_size=20))
+    late = draw(st.lists(st.sampled_from(halves), max_size=4))
     order = draw(st.permutations([*names, *again]))
+    at = draw(st.integers(0, len(order)))
+    order = [*order[:at], *late, *order[at:]]
     cuts = draw(st.lists(st.integers(0, len(order)), max_size=len(order)).map(sorted))
     return [order[i:j] for i, j in itertools.pairwise([0, *cuts, len(order)]) if i < j]
 
@@ -293,6 +297,15 @@ def test_a_waiting_half_that_comes_again_replaces_the_first(serving: DeepseekV2F
 
     rows = serving.generation.parameters[layer(0, FUSED)]
     assert rows.equal(torch.cat([B[layer(0, Q_A)], B[layer(0, KV_A)]]))
+
+
+@pytest.mark.parametrize("version", [None, 3])
+def test_a_half_that_comes_again_before_it_serves_is_not_told_again(version: int | None) -> None:
+    model = make_model()
+    names = [layer(0, part) for part in (Q_A, KV_A, Q_A_BIAS, KV_A_BIAS)]
+    reports = deliver(model, A, [[name] for name in [*names, *names, names[0]]], version)
+
+    assert fused_of(reports) == [0]
 
 
 def test_before_it_serves_a_half_lies_in_its_rows_and_is_reported(cold_load: ColdLoad) -> None:
