@@ -145,6 +145,7 @@ def _model(config: DeepseekV2Config, settings: Settings) -> DeepseekV2ForCausalL
         config,
         device=settings.model.device,
         dtype=None if dtype == "checkpoint" else getattr(torch, dtype),
+        keep_fp8=settings.model.fp8 == "keep",
         fusion_max_bytes=settings.fusion.max_bytes,
         fusion_max_age=settings.fusion.max_age,
     )

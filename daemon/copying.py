@@ -47,11 +47,6 @@ class _Block(NamedTuple):
     """Where the block begins in ``copy.destination.tensor``, in elements."""
     copy: Copy
 
-    def elements(self) -> torch.Tensor:
-        """The part of the destination that the block belongs to."""
-        count = self.nbytes // TORCH_DTYPES[self.copy.dtype].itemsize
-        return self.copy.destination.tensor[self.first : self.first + count]
-
 
 class Copier:
     """A pool of named threads that copy blocks.
@@ -95,7 +90,7 @@ class Copier:
         differing = [
             block.copy.destination.slot.name
             for block in self._blocks(copies, direct=False)
-            if not self._equal(self._values(payload, block), block.elements())
+            if not block.copy.destination.holds(block.first, self._values(payload, block))
         ]
         return tuple(dict.fromkeys(differing))
 
@@ -111,9 +106,11 @@ class Copier:
         """Cut tensors into blocks; those that go straight to their destination, if that is asked for, are larger."""
         for copy in copies:
             tensor, dtype = copy.destination.tensor, TORCH_DTYPES[copy.dtype]
-            straight = direct and tensor.dtype == dtype and tensor.device.type == "cpu"
+            plain = copy.destination.scale is None and tensor.dtype == dtype and tensor.device.type == "cpu"
+            straight = direct and plain
             target = copy.destination.bytes if straight else None
-            step = self._block_bytes if straight else CAST_BYTES
+            unit = copy.destination.unit * dtype.itemsize
+            step = self._block_bytes if straight else max(1, CAST_BYTES // unit) * unit
             for offset in range(0, copy.nbytes, step):
                 nbytes = min(step, copy.nbytes - offset)
                 part = target[offset : offset + nbytes] if target is not None else None
@@ -126,24 +123,20 @@ class Copier:
             if block.target is not None:
                 payload.read_into(block.source, block.target)
             else:
-                block.elements().copy_(self._values(payload, block))
+                block.copy.destination.write(block.first, self._values(payload, block))
             self._progress(block.nbytes)
 
     def _values(self, payload: Payload, block: _Block) -> torch.Tensor:
         """Read a block into this thread's buffer; valid until the next block."""
-        buffer = self._buffer()[: block.nbytes]
+        buffer = self._buffer(block.nbytes)
         payload.read_into(block.source, buffer)
         return torch.from_numpy(buffer).view(TORCH_DTYPES[block.copy.dtype])
 
-    @staticmethod
-    def _equal(values: torch.Tensor, there: torch.Tensor) -> bool:
-        return torch.equal(values.to(there).view(torch.uint8), there.view(torch.uint8))
-
-    def _buffer(self) -> Bytes:
+    def _buffer(self, nbytes: int) -> Bytes:
         buffer: Bytes | None = getattr(self._local, "buffer", None)
-        if buffer is None:
-            buffer = self._local.buffer = np.empty(CAST_BYTES, dtype=np.uint8)
-        return buffer
+        if buffer is None or buffer.size < nbytes:  # a row of a weight may be longer
+            buffer = self._local.buffer = np.empty(max(CAST_BYTES, nbytes), dtype=np.uint8)
+        return buffer[:nbytes]
 
 
 class _Shared(Iterator[_Block]):

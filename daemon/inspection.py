@@ -92,6 +92,8 @@ def _fate(name: str, meta: TensorMeta, table: SlotTable) -> tuple[str, str]:
     if plan.skipped:
         return "skipped", plan.skipped[0][1]
     (slot,) = plan.slots
+    if slot.count > 1:
+        return "placed", f"{slot.parameter} (all {slot.count} parts)"
     shape = table.parameters[slot.parameter].shape
     columns = math.prod(shape[1:]) if slot.shape != shape else 0
     if not columns:

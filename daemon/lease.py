@@ -7,6 +7,7 @@ process; here nobody needs the signal: the lease itself is asked (F_GETLEASE).
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import errno
 import fcntl
@@ -20,7 +21,7 @@ class Lease(enum.Enum):
     WRITER = "writer"
     """Somebody has the file open for writing."""
     NONE = "none"
-    """Not to be had: another owner without CAP_LEASE, or the file system has no leases."""
+    """Not to be had: another owner without CAP_LEASE, a file system without leases, or a break would kill us."""
 
 
 def install_lease_signal_handling() -> None:
@@ -29,7 +30,9 @@ def install_lease_signal_handling() -> None:
 
 
 def take(descriptor: int) -> Lease:
-    """Ask for a read lease on an open file."""
+    """Ask for a read lease on an open file; never while the signal of a break still has its deadly default."""
+    if signal.getsignal(signal.SIGIO) is signal.SIG_DFL:
+        return Lease.NONE
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
     except OSError as error:
@@ -46,5 +49,10 @@ def holds(descriptor: int) -> bool:
 
 
 def give_up(descriptor: int) -> None:
-    """Give a lease back, so that whoever waits for it may go on."""
-    fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    """Give a lease back, so that whoever waits for it may go on.
+
+    Closing the file does it as well, but only once no process that was forked meanwhile shares it. A lease that the
+    kernel has taken away already is no error.
+    """
+    with contextlib.suppress(OSError):
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)

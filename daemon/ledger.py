@@ -276,7 +276,7 @@ class Ledger:
             bytes_applied=shard.nbytes,
             layers_fused=len(placed.fused),
         )
-        out += map(Publish, self.versions.advance(shard.version, shard.slots, placed))
+        out += map(Publish, self.versions.advance(shard.version, placed))
         waiting = tuple(placed.waiting.values())
         message = f"shard {shard.name} applied: {len(shard.slots)} tensors"
         message += f", {len(waiting)} waiting for a partner" if waiting else ""

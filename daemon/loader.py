@@ -198,7 +198,7 @@ class Loader:
             key=key,
             now=time.monotonic(),
             version=version,
-            slots=tuple(slot.index for slot in plan.slots),
+            slots=tuple(index for slot in plan.slots for index in slot.indices),
             skipped=len(plan.skipped),
             nbytes=header.nbytes,
         )
@@ -222,11 +222,14 @@ class Loader:
             if differing:
                 raise update.differing(differing)
             with update.writing(GATE_TIMEOUT):
-                self._copier.run(payload, _copies(entries, update.destinations))
+                for stage in update.stages:
+                    self._copier.run(payload, _copies(entries, stage))
                 payload.verify()
                 report = self.model.finish(update)
         except BaseException as error:  # noqa: BLE001 - the update has to be given up whatever happened
-            unfilled = tuple(self.model.table.slots[tensor].index for tensor in self.model.abort(update))
+            unfilled = tuple(
+                index for tensor in self.model.abort(update) for index in self.model.table.slot(tensor).indices
+            )
             return self._failed(key, name, error, unfilled)
         return self._placed(key, version, shard.plan, report, begin)
 
@@ -257,11 +260,14 @@ class Loader:
     def _placed(self, key: str, version: int | None, plan: LoadPlan, report: LoadReport, begin: float) -> Placed:
         now = time.monotonic()
         waiting = {half.tensor for half in report.pending if half.version == version}
+        table = self.model.table
+        in_place = [name for name in (*report.loaded, *report.duplicates) if name not in waiting]
         return Placed(
             key=key,
             now=now,
+            arrived=tuple(index for name in in_place for index in table.slot(name).indices),
             fused=report.fused,
-            waiting={slot.index: slot.name for slot in plan.slots if slot.fused and slot.name in waiting},
+            waiting={slot.index: slot.name for slot in plan.slots if slot.name in waiting},
             pending=_pending(self.model, now),
             duplicates=len(report.duplicates),
             serving=self.model.serving,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 from collections import deque
 from typing import Generic, TypeVar
 
@@ -22,6 +23,9 @@ class Mailbox(Generic[Letter]):
         self._letters: deque[Letter] = deque()
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closed = False
+        # Closed with the last reference and not before: a late `put` on another thread would otherwise write its
+        # eight bytes into whatever file has got the number since.
+        weakref.finalize(self, os.close, self._event)
 
     def put(self, letter: Letter) -> None:
         """Add a letter and wake the reader. From any thread or signal handler; never waits, never raises."""
@@ -36,12 +40,10 @@ class Mailbox(Generic[Letter]):
 
     def drain(self) -> list[Letter]:
         """Take out all letters, the oldest first."""
-        with contextlib.suppress(BlockingIOError, ValueError, OSError):
+        with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._event)
         return [self._letters.popleft() for _ in range(len(self._letters))]
 
     def close(self) -> None:
-        """Close the descriptor. Letters put in later are kept, and wake nobody."""
-        if not self._closed:
-            self._closed = True
-            os.close(self._event)
+        """End the waking. Letters put in later are kept, and wake nobody. May be called twice."""
+        self._closed = True

@@ -26,6 +26,8 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 FIRST_READ = 64 * 1024
 """Bytes read at first: the header of most shards is not longer."""
+COPY_BYTES = 8 << 20
+"""Block in which a whole payload is copied: a mapping must not be read for long without a look at its lease."""
 _BREAK_TIME = Path("/proc/sys/fs/lease-break-time")
 _SHORTEST_BREAK_TIME = 5.0
 """Seconds. With less warning than this before a lease is taken away, files are not mapped."""
@@ -55,8 +57,10 @@ class Payload(Protocol):
     """What the loader needs of a shard."""
 
     header: ShardHeader
-    proven: bool
-    """Whether its bytes can't change while it is open."""
+
+    @property
+    def proven(self) -> bool:
+        """Whether its bytes can't change, from now on and for as long as copying them may take."""
 
     def read_into(self, offset: int, target: Bytes) -> None:
         """Fill ``target`` with the bytes from ``offset`` of the data on. For any thread; the GIL is released.
@@ -105,7 +109,8 @@ class BytesPayload:
             ShardRejected: It changed while it was read.
         """
         data: Bytes = np.empty(other.header.nbytes, dtype=np.uint8)
-        other.read_into(0, data)
+        for start in range(0, data.size, COPY_BYTES):
+            other.read_into(start, data[start : start + COPY_BYTES])
         other.verify()
         return cls(other.header, data)
 
@@ -123,9 +128,11 @@ class BytesPayload:
 
 
 class MappedPayload:
-    """A file under a read lease: nobody can change it before we give the lease up or the kernel's patience ends."""
+    """A file under a read lease: nobody can change it before we give the lease up or the kernel's patience ends.
 
-    proven = True
+    A page of the mapping that a truncate took away would kill the process (SIGBUS). So the lease is asked for before
+    each read, and a single read has to be short against ``patience``: callers read in blocks.
+    """
 
     def __init__(self, descriptor: int, size: int, header: ShardHeader, patience: float) -> None:
         self.header = header
@@ -134,6 +141,11 @@ class MappedPayload:
         self._held_at = time.monotonic()
         self._map = mmap.mmap(descriptor, size, prot=mmap.PROT_READ)
         self._data: Bytes | None = np.frombuffer(self._map, dtype=np.uint8)[header.data_offset :]
+
+    @property
+    def proven(self) -> bool:
+        """See `Payload`: with a writer at the door the time that is left may be too short, so it is no longer."""
+        return lease.holds(self._descriptor)
 
     def read_into(self, offset: int, target: Bytes) -> None:
         """See `Payload`."""
@@ -149,8 +161,11 @@ class MappedPayload:
         """See `Payload`."""
         if self._data is not None:
             self._data = None
-            self._map.close()
-            os.close(self._descriptor)  # which gives the lease up, too
+            lease.give_up(self._descriptor)
+            try:
+                self._map.close()
+            finally:
+                os.close(self._descriptor)
 
     def _check(self) -> None:
         """Go on while the bytes are safe: a writer that has come waits for us, though not for ever.
@@ -211,7 +226,8 @@ def open_file(
     Args:
         path: Of the file; links are not followed.
         leases: Whether to try for a read lease.
-        settle: Seconds for which the file must not have changed, where no lease tells that it is finished.
+        settle: Seconds for which the file must not have changed, where no lease tells that it is finished. More
+            than the granularity of the file system's times, or a change right after opening may not show in them.
         incomplete_after: Seconds without a change after which an unfinished file is given up.
         header_limit: Longest header that is read, in bytes.
 
@@ -248,24 +264,34 @@ def _examine(
     if held is lease.Lease.WRITER:
         raise ShardNotReady("a writer has it open")
     status = os.fstat(descriptor)
-    age = time.time() - status.st_mtime
-    if held is lease.Lease.NONE and 0 <= age < settle:
+    age = time.time() - status.st_mtime  # below 0 where a file server's clock is ahead; far below, the time is made up
+    young = -incomplete_after <= age
+    if held is lease.Lease.NONE and young and age < settle:
         raise ShardNotReady(f"changed {age:.1f} s ago; it has to rest for {settle:g} s")
     try:
-        if status.st_size and os.lseek(descriptor, 0, os.SEEK_HOLE) < status.st_size:
+        if _has_hole(descriptor, status.st_size):
             raise ShardRejected(
                 Reason.TRUNCATED,
                 "it has holes that were never written; if they are meant, copy it without holes",
             )
         header = _header(descriptor, status.st_size, header_limit)
     except ShardRejected as rejected:
-        growing = rejected.reason is Reason.TRUNCATED and 0 <= age < incomplete_after
+        growing = rejected.reason is Reason.TRUNCATED and young and age < incomplete_after
         if growing and held is lease.Lease.NONE:
             raise ShardNotReady(f"not complete yet: {rejected.detail}") from rejected
         raise
     if held is lease.Lease.HELD:
         return MappedPayload(descriptor, status.st_size, header, patience)
     return ReadPayload(descriptor, Identity.of(status), header)
+
+
+def _has_hole(descriptor: int, size: int) -> bool:
+    try:
+        return size > 0 and os.lseek(descriptor, 0, os.SEEK_HOLE) < size
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # the file is empty by now
+            raise ShardRejected(Reason.CHANGED_WHILE_READING, "the file was emptied while it was opened") from error
+        raise
 
 
 def _header(descriptor: int, size: int, limit: int) -> ShardHeader:
@@ -315,6 +341,7 @@ _REFUSALS = {
     errno.EISDIR: _not_a_file,
     errno.ENOENT: _vanished,
     errno.ENOTDIR: _vanished,
+    errno.ESTALE: _vanished,
     errno.EACCES: _forbidden,
     errno.EPERM: _forbidden,
 }

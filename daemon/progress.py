@@ -76,13 +76,13 @@ class Versions:
         self.progress[version] = Progress(missing=dict(self._totals))
         return self._give_up(self._open()[:-OPEN_VERSIONS])
 
-    def advance(self, version: int | None, slots: Iterable[int], placed: Placed) -> list[events.AnyEvent]:
-        """Count what a shard of this version brought; announce the layers that became whole by it."""
+    def advance(self, version: int | None, placed: Placed) -> list[events.AnyEvent]:
+        """Count what a shard of this version put in place; announce the layers that became whole by it."""
         progress = self.progress.get(version)
         if progress is None:  # given up while the shard was being placed
             return []
         out: list[events.AnyEvent] = []
-        arrived = {slot for slot in slots if slot not in placed.waiting}
+        arrived = set(placed.arrived)
         for layer in placed.fused:
             arrived.update(self.coverage.fusions[layer])
             if version is ROLLING or layer not in progress.fused:

@@ -33,6 +33,8 @@ class Model(_Section, frozen=True, kw_only=True):
     checkpoint: str = ""
     """Folder of a Hugging Face checkpoint to load at start; empty: start without weights."""
     dtype: Literal["checkpoint", "float32", "bfloat16", "float16"] = "checkpoint"
+    fp8: Literal["keep", "dequantize"] = "keep"
+    """What becomes of block-quantised weights: kept with their scales, or stored in ``dtype``."""
     device: str = "cpu"
     threads: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Torch's threads for forward passes; 0 leaves torch's own choice."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Annotated, Any, NamedTuple
@@ -44,10 +43,13 @@ DTYPE_BITS = {
 MAX_RANK = 8
 LARGEST = 2**63 - 1
 """Largest dimension, offset and number of elements."""
+MAX_TENSORS = 200_000
+"""Tensors of one shard: twice as many as DeepSeek-V3 has in all. With MAX_COLONS it bounds the work on a header."""
+MAX_COLONS = 1_000_000
+"""Colons of one header: four for each tensor, one for each key of the metadata, and those within names and texts."""
 EXPLAINED_BYTES = 1 << 20
 """Longest broken header that is read a second time, slowly, to say exactly what is wrong with it."""
 _ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
-_ESCAPED_COLON = re.compile(rb"(?<!\\)(?:\\\\)*\\u003[aA]")
 
 
 class TensorEntry(NamedTuple):
@@ -112,7 +114,7 @@ def parse_header(text: bytes, file_size: int) -> ShardHeader:
         file_size: Size of the whole shard in bytes.
 
     Raises:
-        ShardRejected: MALFORMED_HEADER, TRUNCATED or TRAILING_BYTES; the detail names the tensor.
+        ShardRejected: MALFORMED_HEADER, TRUNCATED, TRAILING_BYTES or TOO_LARGE; the detail names the tensor.
     """
     entries, metadata = _decode(text)
     tensors = sorted(
@@ -144,8 +146,10 @@ def _tensor(name: str, dtype: object, shape: object, offsets: object) -> TensorE
     bits = DTYPE_BITS.get(dtype) if type(dtype) is str else None
     if bits is None:
         raise _malformed(name, f"has the unknown dtype {printable(dtype, 40)}")
-    if type(shape) is not tuple or len(shape) > MAX_RANK:
+    if type(shape) is not tuple:
         raise _malformed(name, f"has an impossible shape {printable(shape, 60)}")
+    if len(shape) > MAX_RANK:
+        raise _malformed(name, f"has {len(shape)} dimensions; {MAX_RANK} are the most that is read")
     if type(offsets) is not tuple or len(offsets) != 2:  # noqa: PLR2004
         raise _malformed(name, f"has impossible data_offsets {printable(offsets, 60)}")
     start, stop = offsets
@@ -184,16 +188,19 @@ def _decode(text: bytes) -> tuple[dict[str, _Entry], dict[str, str]]:
     """Read the entries and the metadata, and prove that there is no key but those that are returned.
 
     Every key brings one colon, and all other colons stand in names and metadata. A key that came twice (all but the
-    last were dropped) or that no entry has (it was skipped) leaves a colon too many.
+    last were dropped) or that no entry has (it was skipped, unchecked) leaves a colon too many.
     """
+    for what, count, most in (("objects", text.count(b"{"), MAX_TENSORS + 2), ("keys", text.count(b":"), MAX_COLONS)):
+        if count > most:
+            detail = f"the header holds {count} {what}; {most} are the most that is read: split the shard"
+            raise ShardRejected(Reason.TOO_LARGE, detail)
     try:
-        text.decode()  # strings that are skipped are not checked by msgspec
         entries, top = _ENTRIES.decode(text), _TOP.decode(text)
     except (ValueError, RecursionError) as error:
         raise _explained(text, f"the header is not that of a safetensors shard: {printable(error, 120)}") from error
     metadata = top.metadata or {}
     colons = (entries.pop("__metadata__", None) is not None) + 4 * len(entries) + len(metadata)
-    colons += _colons(entries) + _colons(metadata) + _colons(metadata.values()) - len(_ESCAPED_COLON.findall(text))
+    colons += _colons(entries) + _colons(metadata) + _colons(metadata.values()) - _escaped_colons(text)
     if not text.startswith(b"{") or text.count(b":") != colons:
         raise _explained(text, "a key in the header stands twice, is missing, or does not belong there")
     return entries, metadata
@@ -201,6 +208,14 @@ def _decode(text: bytes) -> tuple[dict[str, _Entry], dict[str, str]]:
 
 def _colons(strings: Iterable[str]) -> int:
     return "".join(strings).count(":")
+
+
+def _escaped_colons(text: bytes) -> int:
+    r"""Count the colons that are written as ``\u003a``. A backslash that is itself escaped begins no escape."""
+    if b"\\u003" not in text:
+        return 0
+    bare = text.replace(rb"\\", b"__")
+    return bare.count(rb"\u003a") + bare.count(rb"\u003A")
 
 
 # ------------------------------------------------------------------------------ slowly, to tell what is wrong

@@ -67,6 +67,8 @@ class NotReady(ShardStimulus):
 class Placed(ShardStimulus):
     """The shard's tensors are in place, or wait in the fusion cache."""
 
+    arrived: tuple[int, ...]
+    """Slots that are in place now: this shard's, and those that had waited for it. Not yet those that wait."""
     fused: tuple[int, ...]
     """Layers whose pair became whole with this shard."""
     waiting: Mapping[int, str]

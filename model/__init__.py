@@ -1,6 +1,6 @@
 """A resident DeepSeek-V2/V3 model whose weights can be kept current, tensor by tensor, in any order."""
 
-from .config import DeepseekV2Config, RopeScaling
+from .config import DeepseekV2Config, Fp8, RopeScaling
 from .errors import (
     ConfigError,
     ConflictError,
@@ -14,7 +14,7 @@ from .fusion import ExpiredHalf, FusionCache, PendingHalf
 from .generation import TORCH_DTYPES, Generation, Stamp
 from .loading import Destination, LoadReport, Update
 from .modeling import DeepseekV2ForCausalLM
-from .names import Fusion, LoadPlan, ParameterSpec, Slot, SlotTable, TensorMeta
+from .names import Group, LoadPlan, ParameterSpec, Slot, SlotTable, TensorMeta
 
 __all__ = [
     "TORCH_DTYPES",
@@ -24,10 +24,11 @@ __all__ = [
     "DeepseekV2ForCausalLM",
     "Destination",
     "ExpiredHalf",
-    "Fusion",
+    "Fp8",
     "FusionCache",
     "FusionCacheFull",
     "Generation",
+    "Group",
     "LoadPlan",
     "LoadReport",
     "NotReadyError",

@@ -18,6 +18,13 @@ from .errors import ConfigError
 
 ARCHITECTURES = {"deepseek_v2": "v2", "deepseek_v3": "v3", "kimi_k2": "v3"}
 """model_type -> which of the two routings and attentions it has."""
+NEIGHBOURS = {
+    "deepseek_v32": "its sparse attention needs an indexer (index_topk)",
+    "glm_moe_dsa": "its sparse attention needs an indexer (index_topk)",
+    "glm4_moe_lite": "its parity with this architecture has not been shown",
+    "kimi_k25": "its text model lies inside of a multimodal one (text_config)",
+}
+"""Architectures that are close and yet not supported, and why."""
 CONFIG_LIMIT = 16 * 1024 * 1024
 """Largest config.json that is read, in bytes."""
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
@@ -36,6 +43,14 @@ class RopeScaling:
     beta_slow: float = 1.0
     mscale: float = 1.0
     mscale_all_dim: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp8:
+    """Block-quantised weights: each block of a weight has one float32 scale in ``weight_scale_inv``."""
+
+    block: int = 128
+    """Rows and columns of a block; those at the edges are smaller."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +91,8 @@ class DeepseekV2Config:
     num_nextn_predict_layers: int
     torch_dtype: str
     eos_token_id: tuple[int, ...]
+    fp8: Fp8 | None = None
+    """How the Linear weights of the checkpoint are quantised; None: not at all."""
     unsupported: tuple[str, ...] = ()
     """What this release can't run, one sentence each."""
 
@@ -133,6 +150,11 @@ class DeepseekV2Config:
         if not isinstance(content, Mapping):
             raise ConfigError(f"a config.json is an object, not {type(content).__name__}")
         model_type = content.get("model_type")
+        if isinstance(model_type, str) and model_type in NEIGHBOURS:
+            raise ConfigError(
+                f"model_type {model_type!r} is not supported: {NEIGHBOURS[model_type]}; "
+                f"supported: {', '.join(ARCHITECTURES)}"
+            )
         if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
             raise ConfigError(
                 f"model_type {model_type!r} is another architecture; supported: {', '.join(ARCHITECTURES)}"
@@ -176,6 +198,7 @@ class DeepseekV2Config:
             num_nextn_predict_layers=keys.count("num_nextn_predict_layers", 0),
             torch_dtype=str(content.get("torch_dtype") or content.get("dtype") or "bfloat16"),
             eos_token_id=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+            fp8=Fp8() if _is_block_fp8(content.get("quantization_config")) else None,
             unsupported=tuple(_unsupported(content)),
         )
 
@@ -263,10 +286,21 @@ def _unsupported(content: Mapping[str, Any]) -> list[str]:
     if content.get("index_topk") is not None:
         problems.append("index_topk: sparse attention with an indexer is not supported")
     quantization = content.get("quantization_config")
-    if quantization is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
-        problems.append(f"quantization_config: {method!r} weights are not supported; use a bfloat16 checkpoint")
+    if quantization is not None and not _is_block_fp8(quantization):
+        problems.append(
+            f"quantization_config {quantization!r} is not supported; supported: quant_method fp8, fmt e4m3, "
+            f"weight_block_size {[Fp8().block] * 2}, or none"
+        )
     return problems
+
+
+def _is_block_fp8(quantization: object) -> bool:
+    return (
+        isinstance(quantization, Mapping)
+        and quantization.get("quant_method") == "fp8"
+        and quantization.get("fmt", "e4m3") == "e4m3"
+        and quantization.get("weight_block_size", [Fp8().block] * 2) == [Fp8().block] * 2
+    )
 
 
 def _unsupported_values(config: DeepseekV2Config) -> list[str]:

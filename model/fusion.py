@@ -1,23 +1,23 @@
-"""The fusion cache: where a half waits for its partner, across any number of arrivals.
+"""The fusion cache: where a part waits for its partners, across any number of arrivals.
 
-An entry is what has come for one layer of one version; versions never mix. Its parts are keyed by slot, so that
-weights pair with weights, biases with biases and scales with scales, and the entry is whole when every part of
-every leaf is there. The cache owns a copy of what waits, never a view of a sender's buffer, and is bounded in
-bytes and age: what it gives up, it reports.
+An entry is what has come of one group (the halves of a pair, an fp8 weight and its scale) in one version; versions
+never mix. Its parts are keyed by slot, so that weights pair with weights, biases with biases and scales with scales,
+and the entry is whole when every part of every leaf is there. The cache owns a copy of what waits, never a view of a
+sender's buffer, and is bounded in bytes and age: what it gives up, it reports.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
 from .errors import FusionCacheFull
-from .names import Fusion, Slot
+from .names import Group, Slot
 
 Key = tuple[int | None, int]
-"""(version, layer); version None is the rolling one."""
+"""(version, index of the group); version None is the rolling one."""
 
 
 class PendingHalf(NamedTuple):
@@ -52,7 +52,7 @@ class Waiting(NamedTuple):
 
     slot: Slot
     tensor: torch.Tensor
-    """Our own copy, flat, in the parameter's dtype."""
+    """Our own copy, flat: in the parameter's dtype, or fp8 as it came if its scale has to be applied yet."""
     since: float
 
 
@@ -60,7 +60,8 @@ class FusionCache:
     """The waiting room for halves. Not thread-safe: it belongs to the thread that loads weights.
 
     Args:
-        fusions: Layer -> the parts that have to come together.
+        groups: The parts that have to come together.
+        device: Where the copies lie.
         max_bytes: Bound of all copies, in use and kept for reuse.
         max_age: Seconds after which an entry is given up.
         clock: Tells the time in seconds.
@@ -68,49 +69,51 @@ class FusionCache:
 
     def __init__(
         self,
-        fusions: Mapping[int, Fusion],
+        groups: Sequence[Group],
+        device: torch.device,
         max_bytes: int,
         max_age: float,
         clock: Callable[[], float],
     ) -> None:
         self.max_bytes = max_bytes
         self.max_age = max_age
-        self._fusions = fusions
+        self._groups = groups
+        self._device = device
         self._clock = clock
         self._entries: dict[Key, dict[int, Waiting]] = {}
         self._free: list[torch.Tensor] = []
         self.held = 0
         """Bytes of the copies that wait or are reserved."""
 
-    def waiting(self, version: int | None, layer: int) -> Mapping[int, Waiting]:
-        """Return what waits of a layer of a version, by slot index."""
-        return self._entries.get((version, layer), {})
+    def waiting(self, version: int | None, group: int) -> Mapping[int, Waiting]:
+        """Return what waits of a group in a version, by slot index."""
+        return self._entries.get((version, group), {})
 
-    def completes(self, version: int | None, layer: int, arriving: Collection[int]) -> bool:
-        """Whether the slots that arrive, with those that wait, are all parts of the layer's fusion."""
-        there = self.waiting(version, layer)
-        return all(slot.index in arriving or slot.index in there for slot in self._fusions[layer].slots)
+    def completes(self, version: int | None, group: int, arriving: Collection[int]) -> bool:
+        """Whether the slots that arrive, with those that wait, are all parts of the group."""
+        there = self.waiting(version, group)
+        return all(slot.index in arriving or slot.index in there for slot in self._groups[group].slots)
 
     def reserve(
-        self, version: int | None, slots: Iterable[Slot], like: Callable[[Slot], torch.Tensor]
+        self, version: int | None, slots: Sequence[Slot], dtype_of: Callable[[Slot], torch.dtype]
     ) -> tuple[dict[int, torch.Tensor], tuple[ExpiredHalf, ...]]:
-        """Make room for halves that will have to wait.
+        """Make room for parts that will have to wait.
 
         Args:
             version: Theirs.
             slots: Theirs; a slot that waits already needs a second buffer until `put` replaces the first.
-            like: Slot -> its rows, for size, dtype and device.
+            dtype_of: Slot -> dtype of its copy.
 
         Returns:
-            A buffer for each slot index, and what was given up for them.
+            A flat buffer for each slot index, and what was given up for them.
 
         Raises:
-            FusionCacheFull: They are larger than the bound, or only entries that they belong to could make
-                room. Nothing was changed.
+            FusionCacheFull: They are larger than the bound, or only entries that they belong to could make room.
+                Nothing was changed.
         """
-        rows = {slot.index: like(slot) for slot in slots}
-        needed = sum(tensor.nbytes for tensor in rows.values())
-        own = {(version, slot.layer) for slot in slots}
+        wanted = [(slot.index, slot.numel, dtype_of(slot)) for slot in slots]
+        needed = sum(numel * dtype.itemsize for _, numel, dtype in wanted)
+        own = {(version, slot.group) for slot in slots}
         victims: list[Key] = []
         room = self.max_bytes - self.held
         by_age = sorted(self._entries, key=lambda key: min(w.since for w in self._entries[key].values()))
@@ -122,17 +125,17 @@ class FusionCache:
                 room += sum(waiting.tensor.nbytes for waiting in self._entries[key].values())
         if room < needed:
             raise FusionCacheFull(
-                f"halves of {needed} bytes have to wait for their partners; the fusion cache may hold "
-                f"{self.max_bytes} bytes (fusion.max_bytes). Send both halves in one shard, or raise the bound"
+                f"tensors of {needed} bytes have to wait for their partners; the fusion cache may hold "
+                f"{self.max_bytes} bytes (fusion.max_bytes). Send partners in one shard, or raise the bound"
             )
         expired = tuple(half for key in victims for half in self._give_up(key, "bytes"))
         self.held += needed
-        return {index: self._buffer(tensor) for index, tensor in rows.items()}, expired
+        return {index: self._buffer(numel, dtype) for index, numel, dtype in wanted}, expired
 
     def put(self, version: int | None, slot: Slot, buffer: torch.Tensor) -> None:
         """Let a half wait in a reserved buffer; one that waited under the same slot is replaced."""
-        assert slot.layer is not None
-        entry = self._entries.setdefault((version, slot.layer), {})
+        assert slot.group is not None
+        entry = self._entries.setdefault((version, slot.group), {})
         before = entry.get(slot.index)
         entry[slot.index] = Waiting(slot, buffer, self._clock())
         if before is not None:
@@ -144,9 +147,9 @@ class FusionCache:
         self._free.append(buffer)
         self._trim()
 
-    def forget(self, version: int | None, layer: int) -> None:
+    def forget(self, version: int | None, group: int) -> None:
         """Drop an entry whose parts have been put in place."""
-        for waiting in self._entries.pop((version, layer), {}).values():
+        for waiting in self._entries.pop((version, group), {}).values():
             self.release(waiting.tensor)
 
     def expire(self) -> tuple[ExpiredHalf, ...]:
@@ -165,14 +168,14 @@ class FusionCache:
         return [
             PendingHalf(
                 version,
-                layer,
+                self._groups[group].layer,
                 waiting.slot.name,
-                tuple(slot.name for slot in self._fusions[layer].slots if slot.index not in parts),
+                tuple(slot.name for slot in self._groups[group].slots if slot.index not in parts),
                 waiting.since,
                 waiting.tensor.nbytes,
                 owned=True,
             )
-            for (version, layer), parts in self._entries.items()
+            for (version, group), parts in self._entries.items()
             for waiting in parts.values()
         ]
 
@@ -187,24 +190,25 @@ class FusionCache:
             raise AssertionError(f"{self.held} bytes held, {waiting} waiting and {reserved} reserved")
         if self.held + sum(buffer.nbytes for buffer in self._free) > max(self.max_bytes, self.held):
             raise AssertionError("more bytes than the bound allows")
-        for (_, layer), parts in self._entries.items():
-            if not parts or len(parts) == len(self._fusions[layer].slots):
-                raise AssertionError(f"layer {layer} waits though it is empty or whole")
+        for (_, group), parts in self._entries.items():
+            if not parts or len(parts) == len(self._groups[group].slots):
+                raise AssertionError(f"{self._groups[group].parameter} waits though it is empty or whole")
 
     def _give_up(self, key: Key, cause: str) -> list[ExpiredHalf]:
-        version, layer = key
+        version, group = key
+        layer = self._groups[group].layer
         expired = []
         for waiting in self._entries.pop(key).values():
             expired.append(ExpiredHalf(version, layer, waiting.slot.name, waiting.since, waiting.tensor.nbytes, cause))
             self.release(waiting.tensor)
         return expired
 
-    def _buffer(self, like: torch.Tensor) -> torch.Tensor:
+    def _buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         for position, free in enumerate(self._free):
-            if (free.shape, free.dtype, free.device) == (like.shape, like.dtype, like.device):
+            if (free.numel(), free.dtype) == (numel, dtype):
                 return self._free.pop(position)
         self._trim()
-        return torch.empty_like(like)
+        return torch.empty(numel, dtype=dtype, device=self._device)
 
     def _trim(self) -> None:
         """Let go of kept buffers, the oldest first, until all fit the bound."""

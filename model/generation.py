@@ -18,7 +18,12 @@ PAGE = 4096
 """Every parameter begins on a page of its own, in bytes."""
 _MADV_POPULATE_WRITE = 23  # <linux/mman.h>, since Linux 5.14; the mmap module has no name for it yet
 
-TORCH_DTYPES: dict[str, torch.dtype] = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
 """safetensors' name of a dtype -> torch's dtype: those that parameters and slots may have."""
 SAFETENSORS_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
@@ -71,15 +76,19 @@ class Generation:
 
     def clear(self, slot: Slot) -> None:
         """Take a slot's stamp away: its bytes mean nothing from now on."""
-        if self.stamps[slot.index] is not None:
-            self.stamps[slot.index] = None
-            self.filled -= 1
+        for index in slot.indices:
+            self.filled -= self.stamps[index] is not None
+            self.stamps[index] = None
 
     def stamp(self, slot: Slot, stamp: Stamp) -> None:
         """Say that a slot's bytes are whole and proven."""
-        if self.stamps[slot.index] is None:
-            self.filled += 1
-        self.stamps[slot.index] = stamp
+        for index in slot.indices:
+            self.filled += self.stamps[index] is None
+            self.stamps[index] = stamp
+
+    def carries(self, slot: Slot, version: int | None) -> bool:
+        """Whether everything that the slot fills was filled by this version."""
+        return all((stamp := self.stamps[index]) is not None and stamp.version == version for index in slot.indices)
 
     def missing(self) -> list[Slot]:
         """Return the slots that nothing has filled."""

@@ -22,10 +22,11 @@ import numpy.typing as npt
 import torch
 
 from .errors import ConflictError, StaleError
+from .fp8 import dequantize
 from .fusion import ExpiredHalf, FusionCache, PendingHalf
 from .gate import Gate
 from .generation import Generation, Stamp
-from .names import Fusion, LoadPlan, Slot
+from .names import SCALE_LEAF, LoadPlan, Slot
 
 
 class Destination(NamedTuple):
@@ -33,15 +34,44 @@ class Destination(NamedTuple):
 
     slot: Slot
     tensor: torch.Tensor
-    """Flat and contiguous, in the parameter's dtype."""
+    """Flat and contiguous: rows of a parameter, or a copy that waits."""
     in_place: bool
     """Whether these are rows that a forward pass may read."""
+    scale: torch.Tensor | None = None
+    """float32 [blocks of rows, blocks of columns]: fp8 values are multiplied with it on their way."""
 
     @property
     def bytes(self) -> npt.NDArray[np.uint8]:
         """The tensor's memory, writable; host memory only."""
         view: npt.NDArray[np.uint8] = self.tensor.view(torch.uint8).numpy()
         return view
+
+    @property
+    def unit(self) -> int:
+        """Elements that have to be written together: a whole row where a scale is applied, else one."""
+        return 1 if self.scale is None else self.slot.shape[-1]
+
+    def worth(self, first: int, values: torch.Tensor) -> torch.Tensor:
+        """Return what some of the checkpoint's values are worth here, before a cast to the destination's dtype.
+
+        Args:
+            first: Position of the first of them in the flat tensor; a multiple of ``unit``.
+            values: Flat, in the checkpoint's dtype; whole units.
+        """
+        if self.scale is None:
+            return values
+        columns = self.slot.shape[-1]
+        return dequantize(values.view(-1, columns), self.scale, first // columns).view(-1)
+
+    def write(self, first: int, values: torch.Tensor) -> None:
+        """Put some of the checkpoint's values in place; see `worth`."""
+        self.tensor[first : first + values.numel()].copy_(self.worth(first, values))
+
+    def holds(self, first: int, values: torch.Tensor) -> bool:
+        """Whether some of the checkpoint's values lie here already, bit for bit; see `worth`."""
+        there = self.tensor[first : first + values.numel()]
+        here = self.worth(first, values).to(there)
+        return torch.equal(here.view(torch.uint8), there.view(torch.uint8))
 
 
 class LoadReport(NamedTuple):
@@ -92,29 +122,33 @@ class Update:
         self._source = source
         self._serving = serving
         self._state = "begun"
-        generation, cache = weights.generation, weights.fusion
+        cache = weights.fusion
 
         self._refuse_stale()
         again = {slot.index for slot in plan.slots if self._came_before(slot)}
         new = [slot for slot in plan.slots if slot.index not in again]
-        arriving = {slot.index for slot in plan.slots}
-        layers = {slot.layer for slot in new if slot.fused and slot.layer is not None}
-        self._whole_before = {layer for layer in layers if self._is_whole(generation.table.fusions[layer])}
-        self._completing = {layer for layer in layers if cache.completes(version, layer, arriving)}
-        waits = [slot for slot in new if serving and slot.fused and slot.layer not in self._completing]
-        self._buffers, self.expired = cache.reserve(version, waits, generation.rows)
+        arriving = {index for slot in plan.slots for index in slot.indices}
+        self._touched = {slot.group for slot in new if slot.group is not None}
+        self._whole_before = {group for group in self._touched if self._is_whole(group)}
+        self._completing = {group for group in self._touched if cache.completes(version, group, arriving)}
+        waits = [slot for slot in new if self._has_to_wait(slot)]
+        self._buffers, self.expired = cache.reserve(version, waits, self._dtype_waiting)
 
         self.compared: tuple[Destination, ...] = tuple(
-            Destination(slot, self._present(slot), in_place=False) for slot in plan.slots if slot.index in again
+            self._destination(slot, self._present(slot)) for slot in plan.slots if slot.index in again
         )
-        """Tensors that this version has brought before: their bytes must equal these."""
-        self.destinations: tuple[Destination, ...] = tuple(
-            Destination(slot, self._buffers[slot.index], in_place=False)
-            if slot.index in self._buffers
-            else Destination(slot, generation.rows(slot), in_place=serving)
-            for slot in new
+        """Tensors that this version has brought before: their values must equal these."""
+        made = [self._destination(slot, self._buffers.get(slot.index)) for slot in new]
+        self.stages: tuple[tuple[Destination, ...], ...] = (
+            tuple(destination for destination in made if destination.scale is None),
+            tuple(destination for destination in made if destination.scale is not None),
         )
-        """Memory to be filled, in the order of the plan."""
+        """Memory to be filled, one stage after the other: scales have to be there before they are applied."""
+
+    @property
+    def destinations(self) -> tuple[Destination, ...]:
+        """All stages' memory."""
+        return tuple(destination for stage in self.stages for destination in stage)
 
     @contextlib.contextmanager
     def writing(self, timeout: float) -> Iterator[None]:
@@ -124,12 +158,13 @@ class Update:
             TimeoutError: A forward pass did not end in ``timeout`` seconds. The update may be aborted.
         """
         self._move("begun", "writing")
-        touches = any(destination.in_place for destination in self.destinations)
+        touches = self._serving and any(d.slot.index not in self._buffers for d in self.destinations)
         try:
             with self._weights.gate.writing(timeout) if touches else contextlib.nullcontext():
                 for destination in self.destinations:
                     if destination.slot.index not in self._buffers:
                         self._weights.generation.clear(destination.slot)
+                self._place_waiting(scales=True)
                 yield
         except TimeoutError:
             self._state = "begun"
@@ -153,29 +188,44 @@ class Update:
             else:
                 generation.stamp(slot, stamp)
                 placed.append(slot.name)
-        for layer in self._completing:
-            for waiting in cache.waiting(version, layer).values():
-                if not any(waiting.slot.index == d.slot.index for d in self.destinations):
-                    generation.rows(waiting.slot).copy_(waiting.tensor)
-                    generation.stamp(waiting.slot, stamp)
-            cache.forget(version, layer)
-        fusions = generation.table.fusions
-        touched = {s.layer for s in self._plan.slots if s.fused and s.layer is not None}
-        fused = sorted(
-            layer
-            for layer in touched
-            if self._is_whole(fusions[layer])
-            and (layer in self._completing if self._serving else layer not in self._whole_before)
-            and any(d.slot.layer == layer and d.slot.fused for d in self.destinations)
-        )
+        placed += self._place_waiting(scales=False)
+        for group in self._completing:
+            for waiting in cache.waiting(version, group).values():
+                generation.stamp(waiting.slot, stamp)
+            cache.forget(version, group)
         return LoadReport(
             loaded=tuple(placed),
-            fused=tuple(fused),
+            fused=tuple(sorted(self._newly_fused())),
             pending=tuple(pending(self._weights)),
             skipped=self._plan.skipped,
             expired=self.expired,
             duplicates=tuple(destination.slot.name for destination in self.compared),
         )
+
+    def _newly_fused(self) -> Iterator[int]:
+        """The layers whose pair this update made whole."""
+        table = self._weights.generation.table
+        for layer, fusion in table.fusions.items():
+            group = fusion.slots[0].group
+            if group in self._touched and self._is_whole(group):
+                through_cache = self._serving or fusion.computed
+                if group in self._completing if through_cache else group not in self._whole_before:
+                    yield layer
+
+    def _place_waiting(self, *, scales: bool) -> list[str]:
+        """Copy what waited, of the groups that are complete now, into its rows: first the scales, then the rest."""
+        placed = []
+        arriving = {index for destination in self.destinations for index in destination.slot.indices}
+        for group in self._completing:
+            for waiting in self._weights.fusion.waiting(self._version, group).values():
+                slot = waiting.slot
+                if slot.index in arriving:  # it came again and takes the place of what waited
+                    continue
+                if (slot.leaf == SCALE_LEAF) is scales:
+                    self._destination(slot, None).write(0, waiting.tensor)
+                if not scales:
+                    placed.append(slot.name)
+        return placed
 
     def abort(self) -> tuple[str, ...]:
         """Give the update up. Returns the names of the slots that hold nothing now, since they were written."""
@@ -199,9 +249,7 @@ class Update:
         if version is None:
             return
         newer = tuple(
-            slot.name
-            for slot in self._plan.slots
-            if (stamp := stamps[slot.index]) is not None and stamp.version is not None and stamp.version > version
+            slot.name for slot in self._plan.slots if any(_newer(stamps[index], version) for index in slot.indices)
         )
         if newer:
             raise StaleError(version, newer)
@@ -210,26 +258,44 @@ class Update:
         """Whether this numbered version has brought this slot already. The rolling version may change its mind."""
         if self._version is None:
             return False
-        stamp = self._weights.generation.stamps[slot.index]
-        return (stamp is not None and stamp.version == self._version) or self._waits(slot)
+        return self._weights.generation.carries(slot, self._version) or self._waiting(slot) is not None
 
-    def _waits(self, slot: Slot) -> bool:
-        return (
-            slot.fused
-            and slot.layer is not None
-            and slot.index in self._weights.fusion.waiting(self._version, slot.layer)
-        )
+    def _has_to_wait(self, slot: Slot) -> bool:
+        """Whether a part has to wait in a copy: its rows may be read, or it has to be computed with."""
+        if slot.group is None or slot.group in self._completing:
+            return False
+        return self._serving or self._weights.generation.table.groups[slot.group].computed
 
-    def _present(self, slot: Slot) -> torch.Tensor:
-        if self._waits(slot) and slot.layer is not None:
-            return self._weights.fusion.waiting(self._version, slot.layer)[slot.index].tensor
-        return self._weights.generation.rows(slot)
+    def _dtype_waiting(self, slot: Slot) -> torch.dtype:
+        return torch.float8_e4m3fn if slot.scale is not None else self._weights.generation.rows(slot).dtype
 
-    def _is_whole(self, fusion: Fusion) -> bool:
-        return all(
-            (stamp := self._weights.generation.stamps[slot.index]) is not None and stamp.version == self._version
-            for slot in fusion.slots
-        )
+    def _destination(self, slot: Slot, copy: torch.Tensor | None) -> Destination:
+        """Return where a slot's values go: to a copy, or to its rows, by way of its scale if it has one."""
+        generation = self._weights.generation
+        if copy is not None:
+            return Destination(slot, copy, in_place=False)
+        scale = None
+        if slot.scale is not None:
+            scale = generation.parameters[f"{slot.name.rpartition('.')[0]}.{SCALE_LEAF}"]
+        return Destination(slot, generation.rows(slot), in_place=self._serving, scale=scale)
+
+    def _waiting(self, slot: Slot) -> torch.Tensor | None:
+        if slot.group is None:
+            return None
+        waiting = self._weights.fusion.waiting(self._version, slot.group).get(slot.index)
+        return None if waiting is None else waiting.tensor
+
+    def _present(self, slot: Slot) -> torch.Tensor | None:
+        """Return the copy that waits of a slot; None if it lies in its rows."""
+        return self._waiting(slot)
+
+    def _is_whole(self, group: int) -> bool:
+        generation = self._weights.generation
+        return all(generation.carries(slot, self._version) for slot in generation.table.groups[group].slots)
+
+
+def _newer(stamp: Stamp | None, version: int) -> bool:
+    return stamp is not None and stamp.version is not None and stamp.version > version
 
 
 def pending(weights: Weights) -> list[PendingHalf]:
@@ -243,20 +309,18 @@ def pending(weights: Weights) -> list[PendingHalf]:
             continue
         for slot, stamp in present:
             missing = tuple(
-                other.name
-                for other in fusion.slots
-                if (theirs := stamps[other.index]) is None or theirs.version != stamp.version
+                other.name for other in fusion.slots if not weights.generation.carries(other, stamp.version)
             )
             nbytes = weights.generation.rows(slot).nbytes
             found.append(PendingHalf(stamp.version, layer, slot.name, missing, stamp.at, nbytes, owned=False))
     return found
 
 
-def fusions_whole(generation: Generation) -> bool:
-    """Whether the parts of each fusion have come, and have come from one version."""
+def groups_whole(generation: Generation) -> bool:
+    """Whether the parts of each group have come, and have come from one version."""
     stamps = generation.stamps
-    for fusion in generation.table.fusions.values():
-        found = [stamps[slot.index] for slot in fusion.slots]
-        if any(stamp is None for stamp in found) or len({s.version for s in found if s is not None}) != 1:
+    for group in generation.table.groups:
+        first = stamps[group.slots[0].index]
+        if first is None or not all(generation.carries(slot, first.version) for slot in group.slots):
             return False
     return True

@@ -17,7 +17,7 @@ from .errors import NotReadyError
 from .fusion import ExpiredHalf, FusionCache, PendingHalf
 from .gate import Gate
 from .generation import SAFETENSORS_DTYPES, Generation
-from .loading import LoadReport, Update, Weights, fusions_whole, pending
+from .loading import LoadReport, Update, Weights, groups_whole, pending
 from .names import LoadPlan, SlotTable, TensorMeta, names_by_layer
 from .rope import Rope
 from .weights import ModelWeights
@@ -33,6 +33,8 @@ class DeepseekV2ForCausalLM:
         config: The model's numbers.
         device: Where the weights lie.
         dtype: Of the parameters; None: as the config says. e_score_correction_bias stays float32.
+        keep_fp8: Whether fp8 weights stay so, with their scales, and are dequantised block by block in the forward
+            pass; else they are stored dequantised.
         fusion_max_bytes: Bound of the halves that wait in copies, in bytes.
         fusion_max_age: Seconds after which a waiting half is given up.
         clock: Tells the time in seconds.
@@ -46,6 +48,7 @@ class DeepseekV2ForCausalLM:
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
         *,
+        keep_fp8: bool = True,
         fusion_max_bytes: int = 2 << 30,
         fusion_max_age: float = 3600.0,
         clock: Callable[[], float] = time.monotonic,
@@ -53,9 +56,9 @@ class DeepseekV2ForCausalLM:
         config.require_supported()
         self.config = config
         self.device = torch.device(device)
-        self.table = SlotTable.build(config, None if dtype is None else SAFETENSORS_DTYPES[dtype])
+        self.table = SlotTable.build(config, None if dtype is None else SAFETENSORS_DTYPES[dtype], keep_fp8=keep_fp8)
         self.generation = Generation(self.table, self.device)
-        self.fusion = FusionCache(self.table.fusions, fusion_max_bytes, fusion_max_age, clock)
+        self.fusion = FusionCache(self.table.groups, self.device, fusion_max_bytes, fusion_max_age, clock)
         self.gate = Gate()
         self._state = Weights(self.generation, self.fusion, self.gate, clock)
         self._weights = ModelWeights.from_parameters(config, self.generation.parameters)
@@ -181,7 +184,7 @@ class DeepseekV2ForCausalLM:
                 self._compare(update, pairs, tensors)
             with update.writing(GATE_TIMEOUT):
                 for destination in update.destinations:
-                    destination.tensor.copy_(tensors[destination.slot.name].reshape(-1))
+                    destination.write(0, tensors[destination.slot.name].reshape(-1).to(self.device))
                 return self.finish(update)
         except BaseException:
             self.abort(update)
@@ -217,7 +220,7 @@ class DeepseekV2ForCausalLM:
 
     def _reconsider(self) -> None:
         filled = self.generation.filled == len(self.table.slots)
-        self._serving = filled and fusions_whole(self.generation)
+        self._serving = filled and groups_whole(self.generation)
 
     def _compare(self, update: Update, pairs: list[tuple[str, Tensor]], tensors: dict[str, Tensor]) -> None:
         """Refuse other bytes for what this version has brought already, before or in this very call."""
@@ -227,7 +230,9 @@ class DeepseekV2ForCausalLM:
             for name, tensor in pairs
             if name in known and tensor is not tensors[name] and not _same(tensor, tensors[name])
         }
-        came = {d.slot.name for d in update.compared if not _same(tensors[d.slot.name].to(d.tensor), d.tensor)}
+        came = {
+            d.slot.name for d in update.compared if not d.holds(0, tensors[d.slot.name].reshape(-1).to(self.device))
+        }
         if twice | came:
             raise update.differing(tuple(sorted(twice | came)))
 

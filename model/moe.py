@@ -59,8 +59,8 @@ def moe(config: DeepseekV2Config, weights: Moe, x: Tensor) -> Tensor:
     out = torch.zeros_like(flat)
     for expert in indices.unique().tolist():
         token, rank = torch.where(indices == expert)
-        gate, up = functional.linear(flat[token], weights.w13_weight[expert]).chunk(2, -1)
-        made = functional.linear(functional.silu(gate) * up, weights.w2_weight[expert])
+        gate, up = weights.w13[expert](flat[token]).chunk(2, -1)
+        made = weights.w2[expert](functional.silu(gate) * up)
         out.index_add_(0, token, (made * scale[token, rank, None]).to(out.dtype))
     routed = out.view_as(x)
     return routed if weights.shared_experts is None else routed + gated_mlp(weights.shared_experts, x)

@@ -7,6 +7,7 @@ family is new rows in `_layer`, not a new branch in the loader. Pure: no tensor 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,7 +17,14 @@ from .config import DTYPES, DeepseekV2Config
 from .errors import Offender, WeightsError
 
 FLOATS = frozenset({"BF16", "F16", "F32"})
-"""safetensors dtypes that a slot accepts; one that is not the parameter's own is cast."""
+"""safetensors dtypes that a plain slot accepts; one that is not the parameter's own is cast."""
+FP8 = frozenset({"F8_E4M3"})
+SCALE = frozenset({"F32"})
+SCALE_LEAF = "weight_scale_inv"
+FOREIGN_LEAVES = frozenset({"qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "weight_scale_2"})
+"""What AWQ, GPTQ, compressed-tensors and NVFP4 name the tensors that they put in the place of a weight."""
+
+FUSED_MODULE = "fused_qkv_a_proj_with_mqa"
 
 Shape = tuple[int, ...]
 
@@ -48,13 +56,22 @@ class Slot:
     """The checkpoint module, such as ``q_a_proj``."""
     leaf: str
     """``weight``, ``bias`` or ``e_score_correction_bias``."""
-    fused: bool
-    """Whether it is one of the parts of its layer's Fusion."""
+    group: int | None = None
+    """Index of the Group that it has to be put in place with; None: it may go alone."""
+    scale: int | None = None
+    """Of an fp8 weight that is stored dequantised: index of the slot of its scale."""
+    count: int = 1
+    """How many slots, from ``index`` on, it fills: more than one for a stack of experts."""
 
     @property
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+    @property
+    def indices(self) -> range:
+        """The slots that it fills."""
+        return range(self.index, self.index + self.count)
 
 
 class ParameterSpec(NamedTuple):
@@ -66,14 +83,19 @@ class ParameterSpec(NamedTuple):
     """safetensors' name."""
 
 
-class Fusion(NamedTuple):
-    """The parts that have to come together before a layer's fused parameter may be used."""
+class Group(NamedTuple):
+    """Slots that have to come together: halves of a pair, or an fp8 weight and its scale, or both."""
 
     layer: int
     parameter: str
     """Without the leaf: ``model.layers.3.self_attn.fused_qkv_a_proj_with_mqa``."""
     slots: tuple[Slot, ...]
     """All parts of all leaves."""
+
+    @property
+    def computed(self) -> bool:
+        """Whether parts have to be computed with before they can be placed: then all wait in copies."""
+        return any(slot.scale is not None for slot in self.slots)
 
 
 class LoadPlan(NamedTuple):
@@ -101,55 +123,47 @@ class _Row(NamedTuple):
     fusion: bool = False
     dtype: str | None = None
     """None: the model's."""
+    linear: bool = False
+    """Whether fp8 checkpoints quantise it."""
+    view: bool = False
+    """Whether the forward pass needs plain views of it: it is never kept quantised."""
+    stacked: str = ""
+    """Checkpoint name of a tensor that holds all members as they lie here."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlotTable:
-    """All slots of a model, by checkpoint name, with the parameters and fusions that they make up."""
+    """All slots of a model, by checkpoint name, with the parameters and groups that they make up."""
 
     config: DeepseekV2Config
     slots: dict[str, Slot]
     parameters: dict[str, ParameterSpec]
-    fusions: dict[int, Fusion]
+    groups: tuple[Group, ...]
+    fusions: dict[int, Group]
+    """Layer -> the group of its fused_qkv_a_proj_with_mqa."""
+    stacks: dict[str, Slot]
+    """Tensors that stand for many slots at once: all experts of a layer, as transformers 5 can write them."""
 
     @classmethod
-    def build(cls, config: DeepseekV2Config, dtype: str | None = None) -> SlotTable:
+    def build(cls, config: DeepseekV2Config, dtype: str | None = None, *, keep_fp8: bool = True) -> SlotTable:
         """Expand a config.
 
         Args:
             config: The model's numbers.
             dtype: safetensors' name of the parameters' dtype; None: as the config says.
+            keep_fp8: Whether quantised weights stay so, with their scales beside them; else, and wherever they
+                can't, they are stored dequantised.
         """
-        dtype = dtype or DTYPES[config.torch_dtype]
-        slots: dict[str, Slot] = {}
-        parameters: dict[str, ParameterSpec] = {}
-        fusions: dict[int, Fusion] = {}
+        builder = _Builder(config, dtype or DTYPES[config.torch_dtype], keep_fp8=keep_fp8)
         for layer, row in _rows(config):
-            name = f"{row.parameter}.{row.leaf}" if row.leaf else row.parameter
-            parameters[name] = ParameterSpec(name, row.shape, row.dtype or dtype)
-            offset = 0
-            parts = []
-            for module, shape in row.members:
-                part = module.rpartition(".")[2]
-                slot = Slot(
-                    f"{module}.{row.leaf or 'weight'}",
-                    len(slots),
-                    name,
-                    offset,
-                    shape,
-                    FLOATS,
-                    layer,
-                    part,
-                    row.leaf or "weight",
-                    row.fusion,
-                )
-                slots[slot.name] = slot
-                parts.append(slot)
-                offset += math.prod(shape)
-            if row.fusion and layer is not None:
-                before = fusions[layer].slots if layer in fusions else ()
-                fusions[layer] = Fusion(layer, row.parameter, (*before, *parts))
-        return cls(config, slots, parameters, fusions)
+            builder.add(layer, row)
+        groups = tuple(Group(layer, parameter, slots) for layer, parameter, slots in builder.groups)
+        fusions = {group.layer: group for group in groups if group.parameter.endswith(f".{FUSED_MODULE}")}
+        return cls(config, builder.slots, builder.parameters, groups, fusions, builder.stacks)
+
+    def slot(self, name: str) -> Slot:
+        """Return the slot of a checkpoint tensor, or the one that stands for a stack of them."""
+        return self.slots.get(name) or self.stacks[name]
 
     def check(self) -> None:
         """Check that the slots fill each element of each parameter exactly once.
@@ -193,28 +207,138 @@ class SlotTable:
         offenders: list[Offender] = []
         known = self.slots
         for name, (dtype, shape) in metas.items():
-            slot = known.get(name)
+            slot = known.get(name) or self.stacks.get(name)
             if slot is None:
                 reason = self.skip_reason(name)
                 if reason is None:
-                    offenders.append(_unknown(name))
+                    offenders.append(self._unknown(name))
                 else:
                     skipped.append((name, reason))
             elif shape != slot.shape:
                 offenders.append(Offender(name, "wrong_shape", f"shape {list(shape)}, expected {list(slot.shape)}"))
             elif dtype not in slot.dtypes:
-                offenders.append(
-                    Offender(name, "wrong_dtype", f"dtype {dtype}, accepted {', '.join(sorted(slot.dtypes))}")
-                )
+                accepted = ", ".join(sorted(slot.dtypes))
+                hint = "; an fp8 weight is never cast without its scale" if dtype.startswith("F8_") else ""
+                offenders.append(Offender(name, "wrong_dtype", f"dtype {dtype}, accepted {accepted}{hint}"))
             else:
                 slots.append(slot)
         if offenders:
             raise WeightsError(tuple(offenders))
         return LoadPlan(tuple(slots), tuple(skipped))
 
+    def _unknown(self, name: str) -> Offender:
+        module, _, leaf = name.rpartition(".")
+        if leaf in FOREIGN_LEAVES and f"{module}.weight" in self.slots:
+            detail = (
+                f"{leaf} belongs to a quantisation that is not supported (supported: fp8 with {SCALE_LEAF}, or none)"
+            )
+        elif leaf == SCALE_LEAF and f"{module}.weight" in self.slots:
+            detail = "a scale of fp8 weights, but the config.json has no fp8 quantization_config"
+        else:
+            detail = "no tensor of this model has this name"
+        return Offender(name, "unknown_tensor", detail)
 
-def _unknown(name: str) -> Offender:
-    return Offender(name, "unknown_tensor", "no tensor of this model has this name")
+
+class _Builder:
+    """Turns rows into slots, parameters and groups."""
+
+    def __init__(self, config: DeepseekV2Config, dtype: str, *, keep_fp8: bool) -> None:
+        self._block = config.fp8.block if config.fp8 is not None else 0
+        self._dtype = dtype
+        self._keep = keep_fp8
+        self.slots: dict[str, Slot] = {}
+        self.parameters: dict[str, ParameterSpec] = {}
+        self.groups: list[tuple[int, str, tuple[Slot, ...]]] = []
+        self.stacks: dict[str, Slot] = {}
+        self._fusions: dict[int, int] = {}
+
+    def add(self, layer: int | None, row: _Row) -> None:
+        """Add a parameter and the slots that fill it."""
+        name = f"{row.parameter}.{row.leaf}" if row.leaf else row.parameter
+        if not (self._block and row.linear):
+            self._add(layer, row, name, row.dtype or self._dtype, FLOATS)
+        elif self._keep and not row.view and self._stacks(row):
+            self._add(layer, row, name, "F8_E4M3", FP8)
+            self._add_scales(layer, row, name)
+        else:
+            self._add_dequantised(layer, row, name)
+
+    def _stacks(self, row: _Row) -> bool:
+        """Whether the members' blocks stay blocks when they are stacked: all but the last end at a block's edge."""
+        return all(member.shape[0] % self._block == 0 for member in row.members[:-1])
+
+    def _blocks(self, shape: Shape) -> Shape:
+        return tuple(-(-size // self._block) for size in shape)
+
+    def _group(self, layer: int | None, row: _Row) -> int | None:
+        """Return the group of a row's slots, opening one where there is none; all leaves of a pair share theirs."""
+        if layer is None:
+            return None
+        if row.fusion and layer in self._fusions:
+            return self._fusions[layer]
+        self.groups.append((layer, row.parameter, ()))
+        if row.fusion:
+            self._fusions[layer] = len(self.groups) - 1
+        return len(self.groups) - 1
+
+    def _join(self, group: int | None, slots: Iterable[Slot]) -> None:
+        if group is not None:
+            layer, parameter, before = self.groups[group]
+            self.groups[group] = (layer, parameter, (*before, *slots))
+
+    def _add(self, layer: int | None, row: _Row, name: str, dtype: str, dtypes: frozenset[str]) -> None:
+        """Members that go into their rows as they are, or cast."""
+        self.parameters[name] = ParameterSpec(name, row.shape, dtype)
+        group = self._group(layer, row) if row.fusion else None
+        offset = 0
+        made = []
+        for module, shape in row.members:
+            slot = self._slot(module, row.leaf or "weight", name, offset, shape, dtypes, layer=layer, group=group)
+            made.append(slot)
+            offset += slot.numel
+        self._join(group, made)
+        if row.stacked and dtypes is FLOATS:
+            stack = dataclasses.replace(made[0], name=row.stacked, shape=row.shape, count=len(made))
+            self.stacks[row.stacked] = stack
+
+    def _add_scales(self, layer: int | None, row: _Row, name: str) -> None:
+        members = tuple(_Member(member.module, self._blocks(member.shape)) for member in row.members)
+        experts = row.shape[:-2]
+        rows = sum(member.shape[0] for member in members) // math.prod(experts)
+        scales = row._replace(shape=(*experts, rows, members[0].shape[1]), members=members, leaf=SCALE_LEAF, stacked="")
+        self._add(layer, scales, f"{name.removesuffix('weight')}{SCALE_LEAF}", "F32", SCALE)
+
+    def _add_dequantised(self, layer: int | None, row: _Row, name: str) -> None:
+        """Members that are multiplied with their scales on the way into their rows; the scales are kept."""
+        self.parameters[name] = ParameterSpec(name, row.shape, self._dtype)
+        offset = 0
+        for module, shape in row.members:
+            group = self._group(layer, row if row.fusion else row._replace(parameter=module))
+            blocks, scales = self._blocks(shape), f"{module}.{SCALE_LEAF}"
+            self.parameters[scales] = ParameterSpec(scales, blocks, "F32")
+            scale = self._slot(module, SCALE_LEAF, scales, 0, blocks, SCALE, layer=layer, group=group)
+            weight = self._slot(module, "weight", name, offset, shape, FP8, layer=layer, group=group, scale=scale.index)
+            self._join(group, (scale, weight))
+            offset += weight.numel
+
+    def _slot(  # noqa: PLR0913 - one argument for each column of the table
+        self,
+        module: str,
+        leaf: str,
+        parameter: str,
+        offset: int,
+        shape: Shape,
+        dtypes: frozenset[str],
+        *,
+        layer: int | None,
+        group: int | None,
+        scale: int | None = None,
+    ) -> Slot:
+        part = module.rpartition(".")[2]
+        name = f"{module}.{leaf}"
+        slot = Slot(name, len(self.slots), parameter, offset, shape, dtypes, layer, part, leaf, group, scale)
+        self.slots[name] = slot
+        return slot
 
 
 def _rows(config: DeepseekV2Config) -> Iterator[tuple[int | None, _Row]]:
@@ -237,19 +361,19 @@ def _layer(config: DeepseekV2Config, layer: int) -> Iterator[_Row]:
 
     rank, kv_rows = config.q_lora_rank, config.kv_lora_rank + config.qk_rope_head_dim
     if rank is None:
-        yield _alone(f"{attention}.q_proj", (heads * config.qk_head_dim, hidden))
+        yield _linear(f"{attention}.q_proj", (heads * config.qk_head_dim, hidden))
         for leaf in biases:
             yield _stack(f"{attention}.kv_a_proj_with_mqa", hidden, {f"{attention}.kv_a_proj_with_mqa": kv_rows}, leaf)
     else:
         halves = {f"{attention}.q_a_proj": rank, f"{attention}.kv_a_proj_with_mqa": kv_rows}
         for leaf in biases:
-            stacked = _stack(f"{attention}.fused_qkv_a_proj_with_mqa", hidden, halves, leaf)
+            stacked = _stack(f"{attention}.{FUSED_MODULE}", hidden, halves, leaf)
             yield stacked._replace(fusion=True)
         yield _alone(f"{attention}.q_a_layernorm", (rank,))
-        yield _alone(f"{attention}.q_b_proj", (heads * config.qk_head_dim, rank))
+        yield _linear(f"{attention}.q_b_proj", (heads * config.qk_head_dim, rank))
     yield _alone(f"{attention}.kv_a_layernorm", (config.kv_lora_rank,))
     kv_b_rows = heads * (config.qk_nope_head_dim + config.v_head_dim)
-    yield _alone(f"{attention}.kv_b_proj", (kv_b_rows, config.kv_lora_rank))
+    yield _linear(f"{attention}.kv_b_proj", (kv_b_rows, config.kv_lora_rank))._replace(view=True)
     for leaf in biases:
         yield _stack(f"{attention}.o_proj", heads * config.v_head_dim, {f"{attention}.o_proj": hidden}, leaf)
 
@@ -272,8 +396,12 @@ def _experts(config: DeepseekV2Config, mlp: str) -> Iterator[_Row]:
         _Member(f"{mlp}.experts.{expert}.{part}", into) for expert in range(count) for part in ("gate_proj", "up_proj")
     )
     down = tuple(_Member(f"{mlp}.experts.{expert}.down_proj", out) for expert in range(count))
-    yield _Row(f"{mlp}.experts.w13_weight", (count, 2 * width, hidden), gate_up, leaf="")
-    yield _Row(f"{mlp}.experts.w2_weight", (count, hidden, width), down, leaf="")
+    for parameter, shape, members, stacked in (
+        ("w13_weight", (count, 2 * width, hidden), gate_up, "gate_up_proj"),
+        ("w2_weight", (count, hidden, width), down, "down_proj"),
+    ):
+        stack = f"{mlp}.experts.{stacked}"
+        yield _Row(f"{mlp}.experts.{parameter}", shape, members, leaf="", linear=True, stacked=stack)
     if config.n_shared_experts:
         yield from _mlp(f"{mlp}.shared_experts", hidden, width * config.n_shared_experts)
 
@@ -281,12 +409,17 @@ def _experts(config: DeepseekV2Config, mlp: str) -> Iterator[_Row]:
 def _mlp(prefix: str, hidden: int, width: int) -> Iterator[_Row]:
     halves = {f"{prefix}.gate_proj": width, f"{prefix}.up_proj": width}
     yield _stack(f"{prefix}.gate_up_proj", hidden, halves)
-    yield _alone(f"{prefix}.down_proj", (hidden, width))
+    yield _linear(f"{prefix}.down_proj", (hidden, width))
 
 
 def _alone(module: str, shape: Shape) -> _Row:
     """A parameter that is one checkpoint tensor of the same name."""
     return _Row(module, shape, (_Member(module, shape),))
+
+
+def _linear(module: str, shape: Shape) -> _Row:
+    """The same, for the weight of a Linear."""
+    return _alone(module, shape)._replace(linear=True)
 
 
 def _stack(parameter: str, columns: int, members: Mapping[str, int], leaf: str = "weight") -> _Row:
@@ -296,7 +429,7 @@ def _stack(parameter: str, columns: int, members: Mapping[str, int], leaf: str =
         return (rows, columns) if leaf == "weight" else (rows,)
 
     made = tuple(_Member(module, shape(rows)) for module, rows in members.items())
-    return _Row(parameter, shape(sum(members.values())), made, leaf)
+    return _Row(parameter, shape(sum(members.values())), made, leaf, linear=leaf == "weight")
 
 
 def names_by_layer(slots: Iterable[Slot]) -> dict[int | None, list[str]]:

@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from .config import DeepseekV2Config
+from .fp8 import dequantize
+from .names import SCALE_LEAF
+
+ROWS = 4096
+"""Rows of a quantised weight that are dequantised at a time; a multiple of a block."""
 
 
 class Linear(NamedTuple):
-    """A projection: weight [out, in] and perhaps a bias [out]."""
+    """A projection: weight [out, in] and perhaps a bias [out]; fp8 weights have a scale for each block."""
 
     weight: Tensor
     bias: Tensor | None = None
+    weight_scale_inv: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return x @ weight.T + bias."""
-        return torch.nn.functional.linear(x, self.weight, self.bias)
+        if self.weight_scale_inv is None:
+            return functional.linear(x, self.weight, self.bias)
+        out = torch.cat([functional.linear(x, block.to(x.dtype)) for block in self._blocks()], -1)
+        return out if self.bias is None else out + self.bias
+
+    def _blocks(self) -> Iterator[Tensor]:
+        """Dequantise some rows at a time, so that never the whole weight exists twice."""
+        assert self.weight_scale_inv is not None
+        for first in range(0, self.weight.shape[0], ROWS):
+            yield dequantize(self.weight[first : first + ROWS], self.weight_scale_inv, first)
 
 
 class AttentionWeights(NamedTuple):
@@ -52,10 +68,10 @@ class Moe(NamedTuple):
     gate: Tensor
     """[experts, hidden]."""
     e_score_correction_bias: Tensor | None
-    w13_weight: Tensor
-    """[experts, 2 * width, hidden]."""
-    w2_weight: Tensor
-    """[experts, hidden, width]."""
+    w13: tuple[Linear, ...]
+    """For each expert [2 * width, hidden]: gate, then up; views of one parameter."""
+    w2: tuple[Linear, ...]
+    """For each expert [hidden, width]; views of one parameter."""
     shared_experts: Mlp | None
 
 
@@ -96,8 +112,8 @@ def _layer(config: DeepseekV2Config, parameters: Mapping[str, Tensor], layer: in
         mlp = Moe(
             parameters[f"{prefix}mlp.gate.weight"],
             parameters.get(f"{prefix}mlp.gate.e_score_correction_bias"),
-            parameters[f"{experts}w13_weight"],
-            parameters[f"{experts}w2_weight"],
+            _experts(parameters, f"{experts}w13_weight"),
+            _experts(parameters, f"{experts}w2_weight"),
             _mlp(parameters, f"{prefix}mlp.shared_experts.") if config.n_shared_experts else None,
         )
     else:
@@ -130,4 +146,17 @@ def _mlp(parameters: Mapping[str, Tensor], prefix: str) -> Mlp:
 
 
 def _linear(parameters: Mapping[str, Tensor], name: str) -> Linear:
-    return Linear(parameters[f"{name}.weight"], parameters.get(f"{name}.bias"))
+    weight = parameters[f"{name}.weight"]
+    return Linear(weight, parameters.get(f"{name}.bias"), _scale(parameters, f"{name}.{SCALE_LEAF}", weight))
+
+
+def _experts(parameters: Mapping[str, Tensor], name: str) -> tuple[Linear, ...]:
+    weights = parameters[name]
+    scales = _scale(parameters, f"{name.removesuffix('weight')}{SCALE_LEAF}", weights)
+    each = [None] * len(weights) if scales is None else list(scales)
+    return tuple(Linear(weight, None, scale) for weight, scale in zip(weights, each, strict=True))
+
+
+def _scale(parameters: Mapping[str, Tensor], name: str, weight: Tensor) -> Tensor | None:
+    """Return the scales of a weight that is kept quantised; a dequantised one has them, too, and needs them no more."""
+    return parameters[name] if weight.dtype == torch.float8_e4m3fn else None

@@ -1,16 +1,20 @@
 """The drop folder: watched, and scanned again and again, since events are hints and the scan is the truth.
 
-Watchdog's handler does one `put` and nothing else: an exception in it would end watchdog's thread in silence. A
-thread of our own scans: once everything is watched, on request, and every few seconds. It also finds out when the
-folder was replaced or the watching has died, and sets it up anew.
+A thread of our own scans: once everything is watched, on request, and every few seconds. It also finds out when the
+folder was replaced or the watching has died, and sets it up anew. The reactor never waits for the file system here.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
+import math
 import os
+import stat
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path, PurePath
 from typing import NamedTuple
 
@@ -27,19 +31,36 @@ from watchdog.events import (
 from watchdog.observers import Observer
 from watchdog.observers.api import BaseObserver
 
-from fusewire.daemon.errors import StartError
+from fusewire.daemon.errors import StartError, printable
 from fusewire.daemon.payload import Identity
 from fusewire.daemon.settings import Folder
 
 from .filesystems import is_private_tmp, needs_polling
-from .scan import FileHint, is_shard_name, look, scan
+from .scan import FileHint, Found, is_shard_name, look, scan
 
 POLL_INTERVAL = 1.0
-"""Seconds between scans where inotify can't be relied upon."""
+"""Seconds between scans where inotify can't be relied upon, and between attempts to get out of trouble.
+
+When polling, a file must have looked the same for as long.
+"""
+RETRY_INTERVAL = 60.0
+"""Seconds until inotify is tried again after one of its limits was reached."""
+STALL = 60.0
+"""Seconds after which a scan counts as hanging."""
 STOP_TIMEOUT = 1.0
+LIMITS = {
+    errno.EMFILE: "fs.inotify.max_user_instances (or LimitNOFILE=)",
+    errno.ENFILE: "fs.file-max",
+    errno.ENOSPC: "fs.inotify.max_user_watches",
+}
+"""Which limit an error of inotify's speaks of (inotify_init(2), inotify_add_watch(2))."""
+UNWATCH_TIMEOUT = 0.8
+"""Seconds for which `Watching.stop` waits."""
 FILE_EVENTS: list[type[FileSystemEvent]] = [FileClosedEvent, FileMovedEvent, FileCreatedEvent]
 FOLDER_EVENTS: list[type[FileSystemEvent]] = [DirCreatedEvent, DirMovedEvent]
 """All that is asked of the kernel: with every event subscribed, a few thousand files overflow its queue."""
+_SHOWN = 5
+"""Most subfolders that are named in a note or a log line."""
 
 log = structlog.get_logger()
 
@@ -68,26 +89,33 @@ class FolderSource:
     """
 
     def __init__(self, settings: Folder, sink: Callable[[PathHint | ScanResult], None]) -> None:
+        self._settings = settings
         self._path = Path(settings.path)
         self._sink = sink
-        self.root = _checked(self._path)
-        kind = needs_polling(self.root)
-        self._polls = settings.polling == "always" or (settings.polling == "auto" and bool(kind))
-        self._notes = [f"polling {self.root}: inotify does not hear of all writers on {kind}"] if self._polls else []
-        self._interval = min(POLL_INTERVAL, settings.reconcile_interval) if self._polls else settings.reconcile_interval
-        self._folder = _identity(self.root)
-        self._observer: BaseObserver | None = None
-        self._known: dict[PurePath, Identity] = {}
-        self._last: dict[PurePath, Identity] = {}
+        self.root, self._folder = usable(self._path)
+        self._watching: Watching | None = None
+        self._polls = False
+        self._retry_at = math.inf
+        self._note = ""
+        self._known: dict[str, Identity] = {}
+        self._seen: dict[str, tuple[Identity, float]] = {}
+        self._passed_over: dict[str, str] = {}
         self._trouble = ""
+        self._scanning_since: float | None = None
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fusewire-folder", daemon=True)
 
     def start(self) -> None:
-        """Watch, then scan: what comes in between is seen twice, and nothing is missed."""
-        self._listen_to_watchdog()
-        self._watch()
+        """Watch, then scan: what comes in between is seen twice, and nothing is missed.
+
+        Raises:
+            StartError: The folder can be neither watched nor polled.
+        """
+        try:
+            self._watch()
+        except OSError as error:
+            raise StartError(f"folder.path = {self._path}: it can't be watched: {error.strerror or error}") from error
         self._thread.start()
 
     def look(self, hint: PathHint) -> FileHint:
@@ -99,14 +127,30 @@ class FolderSource:
         self._wake.set()
 
     def health(self) -> str:
-        """Return ``ok``, or what is wrong."""
-        if self._thread.ident is not None and not self._thread.is_alive() and not self._stopping.is_set():
+        """Return ``ok``, or what is wrong. A watching that has died is then set up anew, on the folder's thread."""
+        if self._stopping.is_set() or self._thread.ident is None:
+            return "ok"
+        if not self._thread.is_alive():
             return "the thread that scans the folder has ended"
-        return self._trouble or "ok"
+        since = self._scanning_since
+        if since is not None and time.monotonic() - since > STALL:
+            return f"a scan of {self.root} hangs since {time.monotonic() - since:.0f} s; does its file system answer?"
+        if self._trouble:
+            return self._trouble
+        watching = self._watching
+        if watching is not None and not watching.is_alive():
+            self.request_scan()
+            return f"the watching of {self.root} has ended; it is set up anew"
+        return "ok"
 
     def notes(self) -> tuple[str, ...]:
         """Return what an operator should know."""
-        return tuple(self._notes)
+        passed_over = self._passed_over
+        if not passed_over:
+            return (self._note,) if self._note else ()
+        named = ", ".join(f"{printable(path, 80)} ({why})" for path, why in islice(passed_over.items(), _SHOWN))
+        note = f"{len(passed_over)} paths below {self.root} are passed over: {named}"
+        return (self._note, note) if self._note else (note,)
 
     def stop(self) -> None:
         """End the watching and the thread. May be called twice."""
@@ -121,9 +165,9 @@ class FolderSource:
     def _run(self) -> None:
         while not self._stopping.is_set():
             self._wake.clear()
+            self._scanning_since = time.monotonic()
             try:
-                self._check_root()
-                self._check_observer()
+                self._keep_watch()
                 self._report(scan(self.root))
                 self._set_trouble("")
             except (OSError, StartError) as error:
@@ -131,39 +175,53 @@ class FolderSource:
             except Exception:
                 log.exception("folder.defect")
                 self._set_trouble("a defect of ours; see the log")
-            self._wake.wait(self._interval)
+            self._scanning_since = None
+            interval = self._settings.reconcile_interval
+            self._wake.wait(min(POLL_INTERVAL, interval) if self._polls or self._trouble else interval)
 
-    def _report(self, found: dict[PurePath, Identity]) -> None:
-        """Tell what changed. When polling, only of what has looked the same twice."""
-        settled = {
-            relative: identity
-            for relative, identity in found.items()
-            if not self._polls or self._last.get(relative) == identity
-        }
-        self._last = found
-        hints = [FileHint(path, identity) for path, identity in settled.items() if self._known.get(path) != identity]
-        hints += [FileHint(path, None) for path in self._known if path not in found]
-        self._known = {path: self._known.get(path, identity) for path, identity in found.items() if path in self._known}
+    def _report(self, found: Found) -> None:
+        """Tell what changed. When polling, only of what has looked the same for a while."""
+        settled = self._settled(found.shards) if self._polls else found.shards
+        hints = [FileHint(PurePath(path), now) for path, now in settled.items() if self._known.get(path) != now]
+        gone = [path for path in self._known if path not in found.shards and not found.is_unknown(path)]
+        hints += [FileHint(PurePath(path), None) for path in gone]
         self._known.update(settled)
+        for path in gone:
+            del self._known[path]
         if hints:
             self._sink(ScanResult(hints))
+        if found.passed_over != self._passed_over:
+            self._passed_over = found.passed_over
+            if found.passed_over:
+                shown = dict(islice(found.passed_over.items(), _SHOWN))
+                remedy = f"subfolders need r and x permission for uid {os.geteuid()}"
+                log.warning("folder.passed_over", paths=shown, total=len(found.passed_over), remedy=remedy)
 
-    def _check_root(self) -> None:
-        """Notice that the folder was removed, renamed, unmounted or replaced, or that a link leads elsewhere."""
-        root = _checked(self._path)
-        folder = _identity(root)
+    def _settled(self, shards: dict[str, Identity]) -> dict[str, Identity]:
+        """Leave out what has changed lately. Counted in time and not in scans: a requested one may follow at once."""
+        now, before = time.monotonic(), self._seen
+        self._seen = {
+            path: before[path] if path in before and before[path][0] == identity else (identity, now)
+            for path, identity in shards.items()
+        }
+        long_enough = min(POLL_INTERVAL, self._settings.reconcile_interval) * 0.9  # timers are not exact
+        return {path: identity for path, (identity, since) in self._seen.items() if now - since >= long_enough}
+
+    def _keep_watch(self) -> None:
+        """Watch anew if need be.
+
+        The folder may have been removed, renamed, unmounted or replaced, a link may lead elsewhere, or the watching
+        may have died. (A folder that was removed and made again can look the same; its watching has died then.)
+        """
+        root, folder = usable(self._path)
         if (root, folder) != (self.root, self._folder):
             log.warning("folder.replaced", path=str(self._path), root=str(root))
-            self.root, self._folder = root, folder
-            self._unwatch()
-            self._watch()
-
-    def _check_observer(self) -> None:
-        observer = self._observer
-        if observer is None or (observer.is_alive() and all(emitter.is_alive() for emitter in observer.emitters)):
+        elif self._watching is not None and not self._watching.is_alive():
+            log.warning("folder.watching_ended", path=str(root), remedy="it is set up anew")
+        elif self._watching is not None or (self._polls and time.monotonic() < self._retry_at):
             return
-        log.warning("folder.watching_ended", path=str(self.root), remedy="it is set up anew")
         self._unwatch()
+        self.root, self._folder = root, folder
         self._watch()
 
     def _set_trouble(self, trouble: str) -> None:
@@ -174,62 +232,116 @@ class FolderSource:
             else:
                 log.info("folder.recovered", path=str(self.root))
 
-    # ------------------------------------------------------------------------------------- watchdog
-
     def _watch(self) -> None:
+        """Begin to watch, or to poll where watching is of no use or impossible."""
+        kind = needs_polling(self.root) if self._settings.polling == "auto" else ""
+        self._polls = self._settings.polling == "always" or bool(kind)
+        self._retry_at = math.inf
         if self._polls:
+            why = f"inotify does not hear of all writers on {kind}" if kind else 'folder.polling = "always"'
+            self._note = f"polling {self.root}: {why}"
             return
-        observer = Observer()
-        handler = _Handler(self.root, self._sink, self.request_scan)
         try:
-            observer.schedule(handler, str(self.root), recursive=True, event_filter=FILE_EVENTS + FOLDER_EVENTS)
-            observer.start()
+            watching = Watching(self.root, self._hint, self.request_scan)
         except OSError as error:
-            note = (
-                f"inotify can't be used ({error.strerror}): polling {self.root} instead. Raise "
-                "fs.inotify.max_user_watches and fs.inotify.max_user_instances, and restart"
-            )
-            log.warning("folder.polls", reason=note)
-            self._notes.append(note)
-            self._polls, self._interval = True, min(POLL_INTERVAL, self._interval)
+            limit = LIMITS.get(error.errno or 0)
+            if limit is None:
+                raise
+            self._polls, self._retry_at = True, time.monotonic() + RETRY_INTERVAL
+            note = f"polling {self.root}: inotify can't be used ({error.strerror}); raise {limit}"
+            if note != self._note:
+                log.warning("folder.polls", reason=note)
+            self._note = note
             return
-        self._observer = observer
+        self._note = ""
+        self._watching = watching
+        if self._stopping.is_set():  # stop() has waited long enough for this thread, and is gone
+            self._unwatch()
 
     def _unwatch(self) -> None:
+        watching, self._watching = self._watching, None
+        if watching is not None:
+            watching.stop()
+
+    def _hint(self, relative: PurePath) -> None:
+        self._sink(PathHint(relative))
+
+
+class Watching:
+    """The watching of one folder and all below it by watchdog, from construction to `stop`.
+
+    Watchdog has three kinds of threads: one reads the kernel's queue, an emitter pairs moves, the observer calls the
+    handler. When any of them ends, nothing is heard any more and nobody is told, so all of them are asked for.
+
+    Args:
+        root: The folder, without links.
+        hint: Takes the relative path of a shard that something happened to. From another thread; must not block.
+        request_scan: Called when something happened that no hint can tell. The same holds for it.
+
+    Raises:
+        OSError: The folder can't be watched. EMFILE and ENOSPC: a limit of the kernel's is reached.
+    """
+
+    def __init__(self, root: Path, hint: Callable[[PurePath], None], request_scan: Callable[[], None]) -> None:
+        self._observer: BaseObserver | None = None
+        self._alarm = Alarm(request_scan)
+        logging.getLogger("watchdog").addHandler(self._alarm)
+        try:
+            self._observer = Observer()
+            self._observer.schedule(
+                Handler(root, hint, request_scan), str(root), recursive=True, event_filter=FILE_EVENTS + FOLDER_EVENTS
+            )
+            self._observer.start()
+        except BaseException:
+            self.stop()
+            raise
+
+    def is_alive(self) -> bool:
+        """Whether everything that it takes to hear of a change is running."""
+        return self._observer is not None and all(thread.is_alive() for thread in self._threads(self._observer))
+
+    def stop(self) -> None:
+        """End it, and wait for that a little. May be called twice."""
+        logging.getLogger("watchdog").removeHandler(self._alarm)
         observer, self._observer = self._observer, None
-        if observer is not None and observer.is_alive():
-            observer.stop()
-            observer.join(STOP_TIMEOUT)
+        if observer is not None:  # watchdog joins its threads without a deadline; one may hang in the file system
+            closer = threading.Thread(target=_end, args=(observer,), name="fusewire-unwatch", daemon=True)
+            closer.start()
+            closer.join(UNWATCH_TIMEOUT)
 
-    def _listen_to_watchdog(self) -> None:
-        """Whatever watchdog warns of, events may have been lost (a full kernel queue is told no other way)."""
-        handler = _Alarm(self.request_scan)
-        logging.getLogger("watchdog").addHandler(handler)
+    @staticmethod
+    def _threads(observer: BaseObserver) -> Iterator[threading.Thread]:
+        yield observer
+        yield from observer.emitters.copy()
+        reader = getattr(observer, "_inotify_fd", None)  # of watchdog 7.1; it has no public name
+        if reader is not None:
+            yield reader
 
 
-class _Handler(FileSystemEventHandler):
-    """Runs on watchdog's thread."""
+class Handler(FileSystemEventHandler):
+    """Called on watchdog's thread, which an exception would end: it passes hints on, and does nothing else."""
 
-    def __init__(
-        self, root: Path, sink: Callable[[PathHint | ScanResult], None], request_scan: Callable[[], None]
-    ) -> None:
-        self._root = str(root)
-        self._sink = sink
+    def __init__(self, root: Path, hint: Callable[[PurePath], None], request_scan: Callable[[], None]) -> None:
+        self._prefix = f"{root}/"
+        self._hint = hint
         self._request_scan = request_scan
 
     def dispatch(self, event: FileSystemEvent) -> None:
         """Pass a hint on."""
-        if event.is_directory:
+        try:
+            if event.is_directory:
+                self._request_scan()
+                return
+            path = os.fsdecode(event.dest_path or event.src_path)
+            relative = PurePath(path.removeprefix(self._prefix))
+            if is_shard_name(relative):
+                self._hint(relative)
+        except Exception:  # noqa: BLE001 - whatever it was: the scan will find what the hint was about
             self._request_scan()
-            return
-        path = event.dest_path or event.src_path
-        relative = PurePath(os.path.relpath(os.fsdecode(path), self._root))
-        if is_shard_name(relative):
-            self._sink(PathHint(relative))
 
 
-class _Alarm(logging.Handler):
-    """Requests a scan for every warning of watchdog's, whatever its text."""
+class Alarm(logging.Handler):
+    """Requests a scan for every warning of watchdog's, whatever its text: a full kernel queue is told no other way."""
 
     def __init__(self, request_scan: Callable[[], None]) -> None:
         super().__init__(logging.WARNING)
@@ -241,21 +353,35 @@ class _Alarm(logging.Handler):
         self._request_scan()
 
 
-def _checked(path: Path) -> Path:
-    """Return the folder's real path, if it can be used."""
-    root = Path(os.path.realpath(path))
-    if not root.is_dir():
-        raise StartError(f"folder.path = {path}: no such folder; create it, or change the setting")
-    if not os.access(root, os.R_OK | os.X_OK):
-        raise StartError(f"folder.path = {path}: uid {os.geteuid()} may not read it; it needs r and x permission")
+def _end(observer: BaseObserver) -> None:
+    observer.stop()
+    if observer.is_alive():
+        observer.join()
+
+
+def usable(path: Path) -> tuple[Path, tuple[int, int]]:
+    """Return a folder's real path and its identity (device and inode).
+
+    Raises:
+        StartError: It can't be used; the message says why and what to do.
+    """
+    need = f"uid {os.geteuid()} may not read it; it needs r and x permission there, and x on all folders above"
+    try:
+        root = Path(os.path.realpath(path, strict=True))
+        status = root.stat()
+        if not stat.S_ISDIR(status.st_mode):
+            raise StartError(f"folder.path = {path}: not a folder; remove what is there, or change the setting")
+        with os.scandir(root):  # the proof that it may be read
+            os.stat(f"{root}/.")  # noqa: PTH116 - and that it may be entered; a Path would drop the dot
+    except PermissionError as error:
+        raise StartError(f"folder.path = {path}: {need}") from error
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise StartError(f"folder.path = {path}: no such folder; create it, or change the setting") from error
+    except OSError as error:
+        raise StartError(f"folder.path = {path}: {error.strerror or error}") from error
     if is_private_tmp(root):
         raise StartError(
             f"folder.path = {path}: systemd has given this service a /tmp of its own (PrivateTmp=), in which nobody "
             "else can put a shard; use a folder outside of /tmp and /var/tmp"
         )
-    return root
-
-
-def _identity(root: Path) -> tuple[int, int]:
-    status = root.stat()
-    return status.st_dev, status.st_ino
+    return root, (status.st_dev, status.st_ino)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path, PurePath
 from typing import NamedTuple
 
@@ -20,6 +19,19 @@ class FileHint(NamedTuple):
     relative: PurePath
     """Under the drop folder."""
     identity: Identity | None
+
+
+class Found(NamedTuple):
+    """What a scan found. Paths are relative to the folder, and plain strings: most are the same as a scan ago."""
+
+    shards: dict[str, Identity]
+    """The oldest first, so that of two that hold the same tensor the later one wins."""
+    passed_over: dict[str, str]
+    """What could not be looked at, mostly subfolders, and why. What is in them is unknown, and not gone."""
+
+    def is_unknown(self, relative: str) -> bool:
+        """Whether a path was passed over, or lies in a subfolder that was."""
+        return any(relative == path or relative.startswith(f"{path}/") for path in self.passed_over)
 
 
 def is_shard_name(relative: PurePath) -> bool:
@@ -43,8 +55,8 @@ def look(root: Path, relative: PurePath) -> FileHint:
         return FileHint(relative, None)
 
 
-def scan(root: Path) -> dict[PurePath, Identity]:
-    """Return all shards in the folder, the oldest first, so that of two that hold the same tensor the later wins.
+def scan(root: Path) -> Found:
+    """Look at all shards in the folder, by the same rule of names as `is_shard_name`.
 
     What vanishes meanwhile is left out. Links, pipes and devices under a shard's name are in it: refusing them is
     for whoever opens them.
@@ -52,19 +64,28 @@ def scan(root: Path) -> dict[PurePath, Identity]:
     Raises:
         OSError: The folder itself can't be read.
     """
-    found = dict(_walk(root, PurePath(), DEPTH))
-    return dict(sorted(found.items(), key=lambda item: (item[1].mtime_ns, item[0])))
+    found = Found({}, {})
+    _walk(root, "", DEPTH, found)
+    oldest_first = sorted(found.shards.items(), key=lambda item: (item[1].mtime_ns, item[0]))
+    return found._replace(shards=dict(oldest_first))
 
 
-def _walk(root: Path, below: PurePath, depth: int) -> Iterator[tuple[PurePath, Identity]]:
+def _walk(root: Path, below: str, depth: int, found: Found) -> None:
+    """Look into one folder. Strings, not paths: ten thousand files must not hold up the other threads for long."""
     with os.scandir(root / below) as entries:
         for entry in entries:
-            relative = below / entry.name
+            if entry.name.startswith("."):
+                continue
+            relative = below + entry.name
             try:
                 if entry.is_dir(follow_symlinks=False):
-                    if depth and not entry.name.startswith("."):
-                        yield from _walk(root, relative, depth - 1)
-                elif is_shard_name(relative):
-                    yield relative, Identity.of(entry.stat(follow_symlinks=False))
-            except OSError:  # it vanished, or is a subfolder that may not be read
+                    if depth:
+                        _walk(root, relative + "/", depth - 1, found)
+                    else:
+                        found.passed_over[relative] = f"more than {DEPTH} levels deep"
+                elif entry.name.endswith(SUFFIX):
+                    found.shards[relative] = Identity.of(entry.stat(follow_symlinks=False))
+            except (FileNotFoundError, NotADirectoryError):
                 continue
+            except OSError as error:
+                found.passed_over[relative] = error.strerror or str(error)

@@ -70,7 +70,11 @@ class Driver:
         return self(Inspected(key=key, now=self.now, version=version, slots=slots, skipped=0, nbytes=10))
 
     def placed(self, key: str, fused: tuple[int, ...] = (), **changes: Any) -> list[Instruction]:
+        waiting = changes.get("waiting", {})
+        halves = [slot for layer in fused for slot in COVERAGE.fusions[layer]]
+        slots = self.ledger.shards[key].slots
         fields: dict[str, Any] = {
+            "arrived": tuple(sorted({slot for slot in slots if slot not in waiting} | set(halves))),
             "waiting": {},
             "pending": (),
             "duplicates": 0,

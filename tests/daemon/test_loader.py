@@ -54,8 +54,9 @@ class Unproven(BytesPayload):
 class Bench:
     """A loader with a golden model, driven one job at a time."""
 
-    def __init__(self, **settings: Any) -> None:
-        self.model = DeepseekV2ForCausalLM(DeepseekV2Config.from_file(CHECKPOINT / "config.json"))
+    def __init__(self, config: DeepseekV2Config | None = None, *, keep_fp8: bool = True, **settings: Any) -> None:
+        config = config or DeepseekV2Config.from_file(CHECKPOINT / "config.json")
+        self.model = DeepseekV2ForCausalLM(config, keep_fp8=keep_fp8)
         self.told: queue.Queue[Any] = queue.Queue()
         effective = msgspec.structs.replace(Settings(model=Model(config="")), **settings)
         self.loader = Loader(self.model, effective, self.told.put)
@@ -301,3 +302,105 @@ def test_expired_and_dropped_halves_are_told(bench: Bench, checkpoint_tensors: G
     assert expired.pending == ()
     bench.loader.sweep()
     assert isinstance(bench.load(payload({half: tensors[half]}), version=3), Placed), "a sweep of nothing tells nothing"
+
+
+# ------------------------------------------------------------------------------ fp8, and stacks of experts
+
+FP8_CONFIG: dict[str, Any] = {
+    "model_type": "deepseek_v3",
+    "vocab_size": 16,
+    "hidden_size": 640,
+    "intermediate_size": 384,
+    "moe_intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 136,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 32,
+    "n_routed_experts": 3,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 1,
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 64,
+    "torch_dtype": "bfloat16",
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+}
+
+
+def fp8_checkpoint(seed: int) -> dict[str, Tensor]:
+    dice = torch.Generator().manual_seed(seed)
+    table = DeepseekV2ForCausalLM(DeepseekV2Config.from_dict(FP8_CONFIG)).table
+    made = {}
+    for name, slot in table.slots.items():
+        values = torch.randn(slot.shape, generator=dice)
+        kind = {"F8_E4M3": torch.float8_e4m3fn, "F32": torch.float32}.get(next(iter(slot.dtypes)), torch.bfloat16)
+        made[name] = (
+            values.abs() if name.endswith("scale_inv") else values.to(kind if len(slot.dtypes) == 1 else torch.bfloat16)
+        )
+    return made
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("serves", [True, False])
+def test_fp8_through_the_daemons_copies(keep: bool, serves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bytes as load_weights gives, whose values have tests of their own; small blocks, two threads."""
+    monkeypatch.setattr("fusewire.daemon.copying.CAST_BYTES", 3000)
+    monkeypatch.setattr("fusewire.daemon.copying.INLINE_BYTES", 0)
+    config = DeepseekV2Config.from_dict(FP8_CONFIG)
+    bench = Bench(loader=LoaderSettings(threads=2, block_bytes=65536), config=config, keep_fp8=keep)
+    old, new = fp8_checkpoint(1), fp8_checkpoint(2)
+    if serves:
+        fill(bench, old)
+    names = sorted(new)
+    np.random.default_rng(3).shuffle(names)
+    fused: list[int] = []
+    for first in range(0, len(names), 4):
+        part = payload({name: new[name] for name in names[first : first + 4]}, BytesPayload)
+        placed = bench.load(part, version=2)
+        assert isinstance(placed, Placed), placed
+        fused += placed.fused
+        bench.model.fusion.check()
+    again = bench.load(payload(new, BytesPayload), version=2)
+    bench.loader.stop(TIMEOUT)
+
+    expected = DeepseekV2ForCausalLM(config, keep_fp8=keep)
+    expected.load_weights(new.items())
+    for name, parameter in bench.model.generation.parameters.items():
+        assert parameter.view(torch.uint8).equal(expected.generation.parameters[name].view(torch.uint8)), name
+    assert sorted(fused) == [0, 1]
+    assert isinstance(again, Placed)
+    assert again.duplicates == len(new)
+
+
+def test_a_changed_scale_is_a_conflict(checkpoint_tensors: Golden) -> None:
+    bench = Bench(config=DeepseekV2Config.from_dict(FP8_CONFIG), keep_fp8=False)
+    tensors = fp8_checkpoint(1)
+    assert isinstance(bench.load(payload(tensors, BytesPayload), version=2), Placed)
+    scale = "model.layers.0.mlp.down_proj.weight_scale_inv"
+    weight = "model.layers.0.mlp.down_proj.weight"
+    for name in (scale, weight):
+        changed_ = tensors[name].clone()
+        changed_.view(torch.uint8)[-1, -1] ^= 1
+        refused = bench.load(payload({name: changed_}, BytesPayload), version=2)
+        assert isinstance(refused, Refused)
+        assert (refused.reason, name in refused.detail) == (Reason.CONFLICT, True)
+    bench.loader.stop(TIMEOUT)
+    assert checkpoint_tensors is not None
+
+
+def test_stacked_experts_count_as_all_their_slots(bench: Bench, checkpoint_tensors: Golden) -> None:
+    tensors = checkpoint_tensors("v2")
+    stacks: dict[str, Tensor] = {}
+    for layer in (1, 2):
+        prefix = f"model.layers.{layer}.mlp.experts."
+        each = [[tensors.pop(f"{prefix}{e}.{p}_proj.weight") for p in ("gate", "up", "down")] for e in range(8)]
+        stacks[f"{prefix}gate_up_proj"] = torch.stack([torch.cat(three[:2]) for three in each])
+        stacks[f"{prefix}down_proj"] = torch.stack([three[2] for three in each])
+    inspected = bench.inspect(lambda: payload(stacks, BytesPayload))
+    assert len(inspected.slots) == 2 * 24
+    bench.loader.release("k")
+    placed = bench.load(payload(stacks, BytesPayload))
+    assert sorted(placed.arrived) == sorted(inspected.slots)
+    fill(bench, tensors)

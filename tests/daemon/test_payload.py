@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import mmap
 import os
 import signal
 import subprocess
@@ -137,6 +138,23 @@ def test_a_file_with_a_writer_is_not_ready(path: Path) -> None:
     open_file(path, leases=True, **OPTIONS).close()
 
 
+def test_a_writer_that_holds_only_a_mapping_is_seen(path: Path) -> None:
+    with path.open("r+b") as file:
+        writable = mmap.mmap(file.fileno(), 0)
+    with writable, pytest.raises(ShardNotReady, match="writer"):
+        open_file(path, leases=True, **OPTIONS)
+    open_file(path, leases=True, **OPTIONS).close()
+
+
+def test_without_a_lease_a_time_a_little_ahead_has_to_pass(path: Path) -> None:
+    """A file server's clock may be ahead of ours; a time in the far future is nobody's clock, and is not waited for."""
+    os.utime(path, (0, time.time() + 3))
+    with pytest.raises(ShardNotReady, match="rest"):
+        open_file(path, leases=False, **OPTIONS)
+    os.utime(path, (0, time.time() + 86_400))
+    open_file(path, leases=False, **OPTIONS).close()
+
+
 def test_without_a_lease_a_file_has_to_settle(path: Path) -> None:
     with pytest.raises(ShardNotReady, match="rest"):
         open_file(path, leases=False, **(OPTIONS | {"settle": 60.0}))
@@ -202,6 +220,68 @@ def test_what_is_gone_is_told(tmp_path: Path) -> None:
         assert refused.value.reason is Reason.VANISHED
 
 
+STRANGER = """
+import os, sys
+from pathlib import Path
+import numpy as np
+from fusewire.daemon import lease
+from fusewire.daemon.errors import ShardRejected
+from fusewire.daemon.payload import open_file
+lease.install_lease_signal_handling()
+os.chdir(sys.argv[1])
+if os.geteuid() == 0:
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+try:
+    payload = open_file(Path("a.safetensors"), leases=True, settle=0.0, incomplete_after=5.0, header_limit=1 << 20)
+except ShardRejected as refused:
+    print(refused.reason, refused.detail)
+else:
+    target = np.zeros(payload.header.nbytes, dtype=np.uint8)
+    payload.read_into(0, target)
+    payload.verify()
+    print(type(payload).__name__, payload.proven, target.sum(dtype=np.uint64))
+"""
+
+
+def as_a_stranger(folder: Path) -> str:
+    """Open the shard in ``folder`` as a user who is not its owner, or at least not root."""
+    folder.chmod(0o755)
+    run = subprocess.run([sys.executable, "-c", STRANGER, str(folder)], capture_output=True, timeout=30, check=False)
+    assert run.returncode == 0, run.stderr.decode()
+    return run.stdout.decode().strip()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file that belongs to somebody else")
+def test_a_file_of_another_user_is_read_without_a_lease(path: Path) -> None:
+    path.chmod(0o644)
+    total = np.frombuffer(DATA, dtype=np.uint8).sum(dtype=np.uint64)
+
+    assert as_a_stranger(path.parent) == f"ReadPayload False {total}"
+
+
+def test_a_file_that_may_not_be_read_is_refused_with_a_remedy(path: Path) -> None:
+    """Mode 0600, which safetensors gives its files, for a stranger; as an ordinary user, a file of mode 0."""
+    path.chmod(0o600 if os.geteuid() == 0 else 0)
+    told = as_a_stranger(path.parent)
+
+    assert told.startswith(Reason.UNREADABLE)
+    assert "chmod" in told
+
+
+def test_no_lease_is_taken_while_its_signal_would_kill(path: Path) -> None:
+    before = signal.signal(signal.SIGIO, signal.SIG_DFL)
+    try:
+        payload = open_file(path, leases=True, **OPTIONS)
+        path.write_bytes(SHARD)
+    finally:
+        signal.signal(signal.SIGIO, before)
+
+    assert isinstance(payload, ReadPayload)
+    payload.close()
+
+
 # ------------------------------------------------------------------------------- changes while reading
 
 
@@ -236,13 +316,15 @@ def test_a_file_renamed_or_deleted_is_read_to_the_end(path: Path, leases: bool) 
 def test_a_writer_waits_for_us_and_goes_on_when_we_close(path: Path) -> None:
     payload = open_file(path, leases=True, **OPTIONS)
     assert isinstance(payload, MappedPayload)
+    assert payload.proven
     truncating = threading.Thread(target=os.truncate, args=(path, 3))
     truncating.start()
     deadline = time.monotonic() + 10
-    while lease.holds(payload._descriptor):
+    while payload.proven:
         assert time.monotonic() < deadline
     assert data(payload) == DATA, "the bytes are still there"
     payload.verify()
+    assert data(BytesPayload.copy_of(payload)) == DATA
     assert truncating.is_alive()
     payload.close()
     truncating.join(10)
@@ -277,7 +359,7 @@ from fusewire.daemon import lease
 from fusewire.daemon.errors import ShardNotReady, ShardRejected
 from fusewire.daemon.payload import open_file
 lease.install_lease_signal_handling()
-path, leases, end = Path(sys.argv[1]), sys.argv[2] == "True", time.monotonic() + 1.5
+path, leases, end = Path(sys.argv[1]), sys.argv[2] == "True", time.monotonic() + 1.0
 outcomes = {}
 while time.monotonic() < end:
     try:

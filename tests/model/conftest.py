@@ -14,7 +14,14 @@ from torch import Tensor
 from fusewire.daemon import demo
 from fusewire.model import DeepseekV2Config, DeepseekV2ForCausalLM
 
-CHECKPOINTS = Path(demo.__file__).parent / "checkpoints"
+SHIPPED = Path(demo.__file__).parent / "checkpoints"
+MADE = Path(__file__).parents[1] / "data" / "checkpoints"
+"""Written by tests/make_checkpoints.py."""
+
+
+def checkpoint(family: str) -> Path:
+    return SHIPPED / family if (SHIPPED / family).is_dir() else MADE / family
+
 
 Tensors = dict[str, Tensor]
 
@@ -22,7 +29,7 @@ Tensors = dict[str, Tensor]
 @pytest.fixture(scope="session")
 def golden_config() -> Callable[[str], DeepseekV2Config]:
     """``golden_config(family)``."""
-    return lambda family: DeepseekV2Config.from_file(CHECKPOINTS / family / "config.json")
+    return lambda family: DeepseekV2Config.from_file(checkpoint(family) / "config.json")
 
 
 @pytest.fixture(scope="session")
@@ -31,7 +38,7 @@ def golden_tensors() -> Callable[[str], Tensors]:
 
     def load(family: str) -> Tensors:
         tensors: Tensors = {}
-        for path in sorted((CHECKPOINTS / family).glob("model-*.safetensors")):
+        for path in sorted(checkpoint(family).glob("model-*.safetensors")):
             tensors.update(load_file(path))
         return tensors
 
@@ -41,13 +48,13 @@ def golden_tensors() -> Callable[[str], Tensors]:
 @pytest.fixture(scope="session")
 def golden_values() -> Callable[[str], Tensors]:
     """``golden_values(family)``: token ids, logits, routing and generated tokens."""
-    return lambda family: load_file(CHECKPOINTS / family / "golden.safetensors")
+    return lambda family: load_file(checkpoint(family) / "golden.safetensors")
 
 
 @pytest.fixture(scope="session")
 def shard_paths() -> Callable[[str], list[Path]]:
     """``shard_paths(family)``."""
-    return lambda family: sorted((CHECKPOINTS / family).glob("model-*.safetensors"))
+    return lambda family: sorted(checkpoint(family).glob("model-*.safetensors"))
 
 
 @pytest.fixture(scope="session")

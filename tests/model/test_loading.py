@@ -492,6 +492,66 @@ def test_skipped_tensors_are_told(serving: DeepseekV2ForCausalLM) -> None:
     assert report.skipped == ((name, "computed from the config"),)
 
 
+# ------------------------------------------------------------------------------------ layout variants
+
+
+def stacked(tensors: Tensors) -> Tensors:
+    """The same weights with all experts of a layer in one tensor, as transformers 5 can write them."""
+    made = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    prefix = layer(2, "mlp.experts.")
+    pairs = [[tensors[f"{prefix}{e}.{part}.weight"] for part in ("gate_proj", "up_proj")] for e in range(2)]
+    made[f"{prefix}gate_up_proj"] = torch.stack([torch.cat(pair) for pair in pairs])
+    made[f"{prefix}down_proj"] = torch.stack([tensors[f"{prefix}{e}.down_proj.weight"] for e in range(2)])
+    return made
+
+
+@many
+@given(order=st.permutations(sorted(stacked(A))), serves=st.booleans(), version=st.sampled_from([None, 3]))
+def test_stacked_experts(order: list[str], serves: bool, version: int | None, cold_load: ColdLoad) -> None:
+    model = make_model()
+    if serves:
+        model.load_weights(A.items())
+    reports = deliver(model, stacked(B), [[name] for name in order], version)
+
+    assert_bytes(model, cold_load(CONFIG, B, torch.bfloat16))
+    assert fused_of(reports) in [list(p) for p in itertools.permutations(LAYERS)]
+    assert model.ready
+
+
+def test_stacked_and_single_names_fill_the_same_slots(serving: DeepseekV2ForCausalLM, cold_load: ColdLoad) -> None:
+    stack, single = layer(2, "mlp.experts.down_proj"), layer(2, "mlp.experts.1.down_proj.weight")
+    serving.load_weights([(stack, stacked(B)[stack])], version=5)
+    assert serving.load_weights([(single, B[single])], version=5).duplicates == (single,)
+    assert serving.load_weights([(stack, stacked(B)[stack])], version=5).duplicates == (stack,)
+    with pytest.raises(ConflictError):
+        serving.load_weights([(single, A[single])], version=5)
+    with pytest.raises(StaleError):
+        serving.load_weights([(stack, stacked(A)[stack])], version=4)
+    serving.load_weights([(single, A[single])], version=6)
+    with pytest.raises(StaleError):
+        serving.load_weights([(stack, stacked(A)[stack])], version=5)
+    wanted = A | {
+        layer(2, f"mlp.experts.{e}.down_proj.weight"): B[layer(2, f"mlp.experts.{e}.down_proj.weight")] for e in (0,)
+    }
+    assert_bytes(serving, cold_load(CONFIG, wanted, torch.bfloat16))
+
+
+def test_a_stack_of_the_wrong_shape_is_refused(serving: DeepseekV2ForCausalLM) -> None:
+    stack = layer(2, "mlp.experts.gate_up_proj")
+    with pytest.raises(WeightsError, match=r"shape \[2, 6, 6\], expected|expected \[2, 6, 6\]"):
+        serving.load_weights([(stack, stacked(B)[stack][:, :5])])
+    with pytest.raises(WeightsError, match="no tensor"):
+        serving.load_weights([(f"{stack}.weight", stacked(B)[stack])])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_router_and_its_bias_come_in_either_dtype(dtype: torch.dtype, serving: DeepseekV2ForCausalLM) -> None:
+    for name in (layer(2, "mlp.gate.weight"), layer(2, "mlp.gate.e_score_correction_bias")):
+        serving.load_weights([(name, B[name].to(dtype))])
+        parameter = serving.generation.parameters[name]
+        assert parameter.equal(B[name].to(dtype).to(parameter.dtype))
+
+
 # -------------------------------------------------------------------------------------------- updates
 
 

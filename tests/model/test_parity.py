@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +21,8 @@ from fusewire.model.moe import route
 from fusewire.model.rope import Rope
 from fusewire.model.weights import ModelWeights, Moe
 
-FAMILIES = ["v2", "v2lite", "v3"]
+SHIPPED = ["v2", "v2lite", "v3"]
+FAMILIES = [*SHIPPED, "v2-greedy", "moonlight", "kimi", "v3-fp8"]
 TOLERANCE = 1e-4
 
 Config = Callable[[str], DeepseekV2Config]
@@ -36,6 +40,7 @@ def model(family: str, golden_config: Config, shard_paths: Callable[[str], list[
     made = DeepseekV2ForCausalLM(golden_config(family), dtype=torch.float32)
     for path in shard_paths(family):
         made.load_weights(load_file(path).items())
+    assert made.ready
     return made
 
 
@@ -58,6 +63,7 @@ def test_greedy_tokens(model: DeepseekV2ForCausalLM, values: dict[str, Tensor]) 
     assert generated.tolist() == values["gen.a"].tolist()
 
 
+@pytest.mark.parametrize("family", SHIPPED, indirect=True)
 def test_routing(model: DeepseekV2ForCausalLM, values: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     """Indices and weights of every token of prompt b, in each MoE layer."""
     seen: list[tuple[Tensor, Tensor]] = []
@@ -100,6 +106,7 @@ def test_a_batch_equals_its_rows(model: DeepseekV2ForCausalLM, values: dict[str,
     assert (together - apart).abs().max() < TOLERANCE
 
 
+@pytest.mark.parametrize("family", SHIPPED, indirect=True)
 def test_bfloat16_runs_and_is_near(
     family: str, golden_config: Config, golden_tensors: Values, values: dict[str, Tensor]
 ) -> None:
@@ -116,7 +123,7 @@ def test_bfloat16_runs_and_is_near(
 def test_near_ties_are_broken_by_scores_alone(golden_config: Config) -> None:
     """Experts whose scores are equal may be chosen in any order; the weights are the same."""
     config = golden_config("v3")
-    weights = Moe(torch.ones(8, 64), torch.zeros(8), torch.empty(0), torch.empty(0), None)
+    weights = Moe(torch.ones(8, 64), torch.zeros(8), (), (), None)
     _, scale = route(config, weights, torch.randn(5, 64, generator=torch.Generator().manual_seed(0)))
 
     assert torch.allclose(scale, torch.full_like(scale, 2.5 / 3))
@@ -146,3 +153,31 @@ def test_a_deadline_and_a_cancellation_end_generation(model: DeepseekV2ForCausal
     asked = iter([False, False, True])
     with pytest.raises(TimeoutError, match="cancelled after 2 of 24"):
         model.generate(values["ids.a"], cancelled=lambda: next(asked))
+
+
+def test_quantised_weights_stored_dequantised(
+    golden_config: Config, golden_tensors: Values, golden_values: Values
+) -> None:
+    model = DeepseekV2ForCausalLM(golden_config("v3-fp8"), dtype=torch.float32, keep_fp8=False)
+    model.load_weights(golden_tensors("v3-fp8").items())
+    values = golden_values("v3-fp8")
+
+    assert (model(values["ids.b"])[0] - values["logits.b"]).abs().max() < TOLERANCE
+
+
+def test_the_script_reproduces_the_checkpoints(tmp_path: Path) -> None:
+    script = Path(__file__).parents[1] / "make_checkpoints.py"
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    committed = Path(__file__).parents[1] / "data" / "checkpoints"
+    for path in sorted(committed.rglob("*")):
+        made = tmp_path / path.relative_to(committed)
+        if path.suffix == ".json":
+            assert json.loads(made.read_text()) == json.loads(path.read_text()), path.name
+        elif path.name == "golden.safetensors":
+            old, new = load_file(path), load_file(made)
+            assert all((old[name].float() - new[name].float()).abs().max() < TOLERANCE for name in old)
+        elif path.is_file():
+            assert made.read_bytes() == path.read_bytes(), path
