@@ -64,6 +64,14 @@ class Control:
             health["folder"] = parts.folder.health()
         return health
 
+    def failures(self) -> dict[str, str]:
+        """Return the parts whose threads have died or hang: what a restart would cure."""
+        parts = self._parts
+        failures = {part: told for part, told in self.health().items() if told != "ok" and part != "folder"}
+        if parts.folder is not None and parts.folder.failure():
+            failures["folder"] = parts.folder.failure()
+        return failures
+
     def _reply(self, asked: wire.ControlRequest, envelope: Envelope) -> wire.ControlReply | None:
         """Return the reply, or None if it comes later from another thread."""
         parts, now = self._parts, time.monotonic()

@@ -45,6 +45,8 @@ class Reason(enum.StrEnum):
     """Other bytes for a slot that this numbered version has already filled."""
     MALFORMED_MESSAGE = "malformed_message"
     """The message around the shard breaks the wire protocol."""
+    MODEL_BUSY = "model_busy"
+    """Forward passes kept the weights for too long, again and again."""
     FUSION_CACHE_FULL = "fusion_cache_full"
     """A half that has to wait is larger than the whole bound of the fusion cache."""
     STOPPING = "stopping"

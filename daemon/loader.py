@@ -38,8 +38,9 @@ from .shard import TensorEntry
 from .stimuli import Expired, Inspected, NotReady, Placed, Refused, ShardStimulus
 from .versions import Claim, reconcile, versions_of_metadata
 
-GATE_TIMEOUT = 60.0
-"""Seconds that a shard waits for a running forward pass before it is refused."""
+GATE_TIMEOUT = 10.0
+"""Seconds that a shard waits for a running forward pass before it is put off. With the copying itself less than half of
+the time for which the kernel lets a leased file's next writer wait: a mapping must not be read any longer."""
 STUCK_AFTER = 120.0
 """Seconds without a copied byte or a finished job after which the loader is reported as stuck."""
 
@@ -238,6 +239,8 @@ class Loader:
         match error:
             case ShardRejected():
                 return _refused(key, error.reason, error.detail, unfilled)
+            case TimeoutError():
+                return _refused(key, Reason.MODEL_BUSY, str(error), unfilled)
             case ConflictError():
                 return _refused(key, Reason.CONFLICT, str(error), unfilled)
             case Exception():
@@ -325,7 +328,7 @@ def _pending(model: DeepseekV2ForCausalLM, now: float) -> tuple[wire.PendingHalf
 
 
 def _refused(key: str, reason: Reason, detail: str, unfilled: tuple[int, ...] = ()) -> Refused:
-    transient = reason is Reason.CHANGED_WHILE_READING
+    transient = reason in {Reason.CHANGED_WHILE_READING, Reason.MODEL_BUSY}
     return Refused(key=key, now=time.monotonic(), reason=reason, detail=detail, transient=transient, unfilled=unfilled)
 
 

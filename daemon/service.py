@@ -349,9 +349,9 @@ class Service:
         interval = notify.watchdog_interval()
         if interval is not None and self._is_due("watchdog", interval / 3):
             # The ping speaks for every thread, not just for this one.
-            ailing = {part: health for part, health in self.control.health().items() if health != "ok"}
-            if ailing:
-                log.error("daemon.ailing", **ailing)
+            failures = self.control.failures()
+            if failures:
+                log.error("daemon.ailing", **failures)
             else:
                 notify.watchdog()
         if self._is_due("progress", 1.0):

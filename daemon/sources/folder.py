@@ -127,21 +127,27 @@ class FolderSource:
         self._wake.set()
 
     def health(self) -> str:
-        """Return ``ok``, or what is wrong. A watching that has died is then set up anew, on the folder's thread."""
+        """Return ``ok``, or what is wrong with the threads or with the folder itself."""
+        return self.failure() or self._trouble or "ok"
+
+    def failure(self) -> str:
+        """Say what is wrong with the threads; empty if all are alive and get on.
+
+        A folder that was removed or may not be read is trouble of another kind: it is tried again, and a restart
+        of the daemon would cure nothing. A watching that has died is set up anew, on the folder's thread.
+        """
         if self._stopping.is_set() or self._thread.ident is None:
-            return "ok"
+            return ""
         if not self._thread.is_alive():
             return "the thread that scans the folder has ended"
         since = self._scanning_since
         if since is not None and time.monotonic() - since > STALL:
             return f"a scan of {self.root} hangs since {time.monotonic() - since:.0f} s; does its file system answer?"
-        if self._trouble:
-            return self._trouble
         watching = self._watching
-        if watching is not None and not watching.is_alive():
+        if watching is not None and not watching.is_alive() and not self._trouble:
             self.request_scan()
             return f"the watching of {self.root} has ended; it is set up anew"
-        return "ok"
+        return ""
 
     def notes(self) -> tuple[str, ...]:
         """Return what an operator should know."""

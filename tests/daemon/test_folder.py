@@ -425,6 +425,7 @@ def test_a_folder_that_is_replaced_is_watched_anew(how: str, root: Path, start: 
     else:
         root.rename(root.with_name("elsewhere"))
     wait(lambda: "no such folder" in source.health())
+    assert source.failure() == "", "a restart would cure nothing"
     root.mkdir()
     wait(lambda: source.health() == "ok")
     (root / "a.safetensors").write_bytes(SHARD)

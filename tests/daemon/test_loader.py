@@ -241,6 +241,20 @@ def test_a_shard_larger_than_a_block_is_copied_by_all_threads() -> None:
     assert bench.loader.pulse.copied == target.nbytes
 
 
+def test_a_shard_that_meets_a_long_forward_pass_is_put_off(
+    bench: Bench, checkpoint_tensors: Golden, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fusewire.daemon.loader.GATE_TIMEOUT", 0.05)
+    tensors = checkpoint_tensors("v2")
+    fill(bench, tensors)
+    with bench.model.gate.reading(1.0):
+        refused = bench.load(payload({NORM: tensors[NORM] + 1}, BytesPayload))
+    assert isinstance(refused, Refused)
+    assert (refused.reason, refused.transient, refused.unfilled) == (Reason.MODEL_BUSY, True, ())
+    assert bench.model.ready
+    assert bench.model.generation.parameters[NORM].equal(tensors[NORM])
+
+
 def test_stopping_gives_up_at_the_next_block(bench: Bench, checkpoint_tensors: Golden) -> None:
     def stop() -> None:
         bench.loader._copier.cancel()

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fusewire.daemon.copying import Copier, Copy
+from fusewire.daemon.lease import install_lease_signal_handling
 from fusewire.daemon.payload import open_file
 from fusewire.model import DeepseekV2Config, DeepseekV2ForCausalLM, TensorMeta
 
@@ -44,6 +45,7 @@ def test_the_daemons_copies_reach_the_device(
 ) -> None:
     config = golden_config("v3")
     model = DeepseekV2ForCausalLM(config, device="cuda")
+    install_lease_signal_handling()
     copier = Copier(2, 4 << 20, lambda _: None)
     for path in shard_paths("v3"):
         payload = open_file(path, leases=True, settle=0.0, incomplete_after=0.0, header_limit=1 << 20)
