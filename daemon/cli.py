@@ -146,22 +146,33 @@ def generate(
     _emit(reply, lambda told: Text(" ".join(map(str, told.token_ids))), as_json)
 
 
-@app.command(epilog="Example: fusewire inspect model-00001-of-00004.safetensors --model-config config.json")
+@app.command(epilog="Example: fusewire inspect model-00001-of-00004.safetensors --config config.json")
 def inspect(
-    shard: Annotated[Path, typer.Argument(help="A safetensors file.", metavar="FILE")],
-    model_config: Annotated[
+    shard: Annotated[
         Optional[Path],  # noqa: UP045 - typer reads it at run time
-        typer.Option("--model-config", "-m", help="A config.json; default: the one in the file's folder."),
+        typer.Argument(help="A safetensors file; without it, the plan of the model is printed.", metavar="[FILE]"),
     ] = None,
+    config: Annotated[
+        Optional[Path],  # noqa: UP045 - typer reads it at run time
+        typer.Option("--config", "-c", help="A model's config.json; default: the one in the file's folder."),
+    ] = None,
+    dequantize: Annotated[bool, typer.Option("--dequantize", help="As with model.fp8 = dequantize.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Print what a shard holds and where each tensor would go. Exit code 1 if the model would refuse any."""
+    """Print what a shard holds and where each tensor would go; without a shard, what a model is made of.
+
+    Exit code 1 if the model would refuse any tensor.
+    """
     from . import inspection  # noqa: PLC0415 - loads torch
 
-    limit = settings.Limits().header_bytes
-    found = inspection.inspect(shard, model_config or inspection.config_beside(shard), limit)
-    _emit(found, render.inspection_view, as_json)
-    raise typer.Exit(1 if found.refused else 0)
+    if shard is not None:
+        config = config or inspection.config_beside(shard)
+        found = inspection.inspect(shard, config, settings.Limits().header_bytes, keep_fp8=not dequantize)
+        _emit(found, render.inspection_view, as_json)
+        raise typer.Exit(1 if found.refused else 0)
+    if config is None:
+        raise typer.BadParameter("give a safetensors FILE, or a config.json with --config, or both")
+    _emit(inspection.plan(config, keep_fp8=not dequantize), render.plan_view, as_json)
 
 
 @app.command(epilog="Example: fusewire demo --family v3")

@@ -18,7 +18,7 @@ from . import events, wire
 from .errors import printable
 
 if TYPE_CHECKING:
-    from .inspection import Inspection  # which loads torch
+    from .inspection import Inspection, ModelPlan  # which loads torch
 
 _STYLES = {"ready": "green", "not_ready": "yellow", "starting": "yellow", "stopping": "red"}
 _ICONS: dict[type[events.Event], tuple[str, str]] = {
@@ -181,3 +181,23 @@ def inspection_view(found: Inspection) -> RenderableType:
         table.add_row(*(Text(printable(cell), style if cell is line.fate else "") for cell in cells))
     metadata = ", ".join(f"{printable(key, 60)} = {printable(value, 60)}" for key, value in found.metadata.items())
     return Group(table, Text(f"metadata: {metadata or 'none'}"))
+
+
+def plan_view(plan: ModelPlan) -> RenderableType:
+    """What a model is made of."""
+    facts = Table.grid(padding=(0, 2))
+    rows = [
+        ("model", f"{plan.model_type}, {plan.layers} layers"),
+        ("checkpoint tensors", f"{plan.tensors} with a slot; each parameter is filled exactly once"),
+        ("parameters", str(plan.parameters)),
+        ("fused layers", str(plan.fused_layers)),
+        *(("  such as", line) for line in plan.fused),
+        ("come together", f"{plan.pairs} groups of tensors"),
+        ("stored dequantised", f"{plan.dequantised} fp8 weights"),
+        *((f"skipped: {name}", reason) for name, reason in plan.skipped.items()),
+        *((f"bytes, {dtype}", size(nbytes)) for dtype, nbytes in plan.nbytes.items()),
+        ("bytes on each rank", f"{size(sum(plan.nbytes.values()))} on 1 rank"),
+    ]
+    for name, text in rows:
+        facts.add_row(Text(printable(name), "dim"), Text(printable(text)))
+    return facts

@@ -139,7 +139,7 @@ def test_inspect_says_where_each_tensor_would_go(tmp_path: Path) -> None:
     assert "multi-token" in text.replace("\n", " ")
     save_file({"model.nonsense": load_file(CHECKPOINTS / "v3/golden.safetensors")["ids.a"]}, tmp_path / "x.safetensors")
     config = CHECKPOINTS / "v3" / "config.json"
-    refused = fusewire("inspect", tmp_path / "x.safetensors", "-m", config)
+    refused = fusewire("inspect", tmp_path / "x.safetensors", "--config", config)
     assert refused.returncode == 1
     assert "unknown_tensor" in refused.stdout
     assert fusewire("inspect", tmp_path / "x.safetensors").returncode == 0, "without a config nothing is judged"
@@ -147,6 +147,22 @@ def test_inspect_says_where_each_tensor_would_go(tmp_path: Path) -> None:
     broken = fusewire("inspect", tmp_path / "y.safetensors")
     assert (broken.returncode, broken.stderr.count("\n")) == (1, 1)
     assert "malformed_header" in broken.stderr
+
+
+def test_inspect_prints_the_plan_of_a_real_model() -> None:
+    config = Path(__file__).parents[2] / "config" / "models" / "DeepSeek-V3.json"
+    plan = json.loads(fusewire("inspect", "--config", config, "--json").stdout)
+    assert (plan["tensors"], plan["fused_layers"], plan["layers"]) == (90427, 61, 61)
+    assert plan["fused"][1] == (
+        "model.layers.0.self_attn.kv_a_proj_with_mqa.weight -> "
+        "model.layers.0.self_attn.fused_qkv_a_proj_with_mqa.weight[1536:2112]"
+    )
+    assert plan["skipped"]["model.layers.61.*"].startswith("multi-token")
+    assert 650e9 < sum(plan["nbytes"].values()) < 690e9
+    text = fusewire("inspect", "--config", config, "--dequantize").stdout
+    assert "90427 with a slot" in text
+    assert "1.3 TB on 1 rank" in text
+    assert fusewire("inspect").returncode == 2
 
 
 def test_check_config_prints_the_effective_values(daemon: Any, tmp_path: Path) -> None:
