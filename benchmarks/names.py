@@ -1,8 +1,8 @@
 """What a tensor costs beside its bytes: 90,427 tiny tensors with the names of DeepSeek-V3, in shards of 500.
 
-Run: ``python benchmarks/names.py [--rounds N]``. A model with V3's layers and experts and dimensions of 128 is filled by the
-daemon's own functions, one after the other, each phase timed: opening and parsing a header, looking its tensors up,
-placing them, telling the ledger, publishing its events. In the same rounds, over the same files: ``safe_open`` and
+Run: ``python benchmarks/names.py [--rounds N]``. A model with V3's layers and experts and dimensions of 128 is filled
+by the daemon's own functions, one after the other, each phase timed: opening and parsing a header, looking its tensors
+up, placing them, telling the ledger, publishing its events. In the same rounds, over the same files: ``safe_open`` and
 ``copy_`` into the same parameters. Then a real daemon takes all shards from its folder, from the first file to the
 event that the version is live.
 """
@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import zmq
+from harness import daemon, machine, save
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -35,7 +36,6 @@ from fusewire.daemon.payload import open_file
 from fusewire.daemon.publisher import Publisher
 from fusewire.daemon.stimuli import Inspected, Placed, Publish, Seen
 from fusewire.model import DeepseekV2Config, DeepseekV2ForCausalLM, SlotTable, TensorMeta
-from harness import daemon, machine, save
 
 SHARD = 500
 V3 = json.loads((Path(__file__).parents[1] / "config" / "models" / "DeepSeek-V3.json").read_text())
@@ -184,15 +184,17 @@ def main() -> int:
         print(f"  {'together':32} {sum(mine.values()):7.2f}")
         print(f"  {'safe_open + get_tensor + copy_':32} {safe:7.2f}")
 
-        with daemon(TINY) as running:
-            with Subscriber(running.endpoint("events"), running.endpoint("control"), timeout=30) as subscriber:
-                begin = time.perf_counter()
-                step = running.shards / "step_1"
-                step.mkdir()
-                for path in paths:
-                    path.rename(step / path.name)
-                subscriber.wait_version(1, timeout=120)
-                live = (time.perf_counter() - begin) / count * 1e6
+        with (
+            daemon(TINY) as running,
+            Subscriber(running.endpoint("events"), running.endpoint("control"), timeout=30) as subscriber,
+        ):
+            begin = time.perf_counter()
+            step = running.shards / "step_1"
+            step.mkdir()
+            for path in paths:
+                path.rename(step / path.name)
+            subscriber.wait_version(1, timeout=120)
+            live = (time.perf_counter() - begin) / count * 1e6
         print(f"  {'daemon: first file to version live':32} {live:7.2f}")
     records = [{"phase": phase, "microseconds": micros} for phase, micros in mine.items()]
     records += [{"phase": "safe_open", "microseconds": safe}, {"phase": "daemon", "microseconds": live}]

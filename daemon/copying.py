@@ -25,6 +25,8 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 CAST_BYTES = 1 << 20
 """Bytes of a block that is cast on its way: it has to fit into a core's second-level cache."""
+SMALL_BYTES = 64 << 10
+"""A shard whose tensors are no larger than this, on average, is copied by the calling thread, too."""
 INLINE_BYTES = 1 << 20
 """A shard up to this size is copied by the calling thread: handing it out would cost more than it saves."""
 
@@ -72,7 +74,9 @@ class Copier:
             ShardRejected: The payload could not be read. What was copied until then is unproven.
         """
         blocks = self._blocks(copies)
-        if self._threads == 1 or sum(copy.nbytes for copy in copies) <= INLINE_BYTES:
+        nbytes = sum(copy.nbytes for copy in copies)
+        # Threads that copy small tensors keep each other from the interpreter's lock.
+        if self._threads == 1 or nbytes <= INLINE_BYTES or nbytes <= SMALL_BYTES * len(copies):
             self._work(payload, blocks)
             return
         shared = _Shared(blocks)
@@ -105,16 +109,17 @@ class Copier:
     def _blocks(self, copies: Sequence[Copy], *, direct: bool = True) -> Iterator[_Block]:
         """Cut tensors into blocks; those that go straight to their destination, if that is asked for, are larger."""
         for copy in copies:
-            tensor, dtype = copy.destination.tensor, TORCH_DTYPES[copy.dtype]
-            plain = copy.destination.scale is None and tensor.dtype == dtype and tensor.device.type == "cpu"
-            straight = direct and plain
-            target = copy.destination.bytes if straight else None
-            unit = copy.destination.unit * dtype.itemsize
-            step = self._block_bytes if straight else max(1, CAST_BYTES // unit) * unit
+            destination, itemsize = copy.destination, TORCH_DTYPES[copy.dtype].itemsize
+            target = destination.bytes if direct and destination.takes(copy.dtype) else None
+            if target is not None and copy.nbytes <= self._block_bytes:
+                yield _Block(copy.start, copy.nbytes, target, 0, copy)
+                continue
+            unit = destination.unit * itemsize
+            step = self._block_bytes if target is not None else max(1, CAST_BYTES // unit) * unit
             for offset in range(0, copy.nbytes, step):
                 nbytes = min(step, copy.nbytes - offset)
                 part = target[offset : offset + nbytes] if target is not None else None
-                yield _Block(copy.start + offset, nbytes, part, offset // dtype.itemsize, copy)
+                yield _Block(copy.start + offset, nbytes, part, offset // itemsize, copy)
 
     def _work(self, payload: Payload, blocks: Iterator[_Block]) -> None:
         for block in blocks:

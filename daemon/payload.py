@@ -28,6 +28,8 @@ FIRST_READ = 64 * 1024
 """Bytes read at first: the header of most shards is not longer."""
 COPY_BYTES = 8 << 20
 """Block in which a whole payload is copied: a mapping must not be read for long without a look at its lease."""
+CHECK_INTERVAL = 0.001
+"""Seconds for which a lease that was found unbroken is not asked for again: nothing against a break's seconds."""
 _BREAK_TIME = Path("/proc/sys/fs/lease-break-time")
 _SHORTEST_BREAK_TIME = 5.0
 """Seconds. With less warning than this before a lease is taken away, files are not mapped."""
@@ -173,6 +175,8 @@ class MappedPayload:
         The break began after the lease was last found unbroken, and the kernel waits for twice ``patience``.
         """
         now = time.monotonic()
+        if now - self._held_at < CHECK_INTERVAL:
+            return
         if lease.holds(self._descriptor):
             self._held_at = now
         elif now - self._held_at > self._patience:

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import math
 import mmap
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from .names import ParameterSpec, Slot, SlotTable
+
+Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 PAGE = 4096
 """Every parameter begins on a page of its own, in bytes."""
@@ -63,16 +66,24 @@ class Generation:
         self._storage = _host_storage(end) if self.device.type == "cpu" else self._device_storage(end)
         self.parameters: dict[str, torch.Tensor] = {}
         self._flat: dict[str, torch.Tensor] = {}
+        self._bytes: dict[str, tuple[Bytes, int]] = {}
         for name, spec in table.parameters.items():
             whole = self._storage[offsets[name] : offsets[name] + _nbytes(spec)]
             flat = self._flat[name] = whole.view(TORCH_DTYPES[spec.dtype])
             self.parameters[name] = flat.view(spec.shape)
+            if self.device.type == "cpu":
+                self._bytes[name] = whole.numpy(), flat.element_size()
         self.stamps: list[Stamp | None] = [None] * len(table.slots)
         self.filled = 0
 
     def rows(self, slot: Slot) -> torch.Tensor:
         """Return a slot's elements as a flat view of its parameter."""
         return self._flat[slot.parameter][slot.offset : slot.offset + slot.numel]
+
+    def bytes(self, slot: Slot) -> Bytes:
+        """Return the memory of a slot's elements, writable; host memory only."""
+        memory, itemsize = self._bytes[slot.parameter]
+        return memory[slot.offset * itemsize : (slot.offset + slot.numel) * itemsize]
 
     def clear(self, slot: Slot) -> None:
         """Take a slot's stamp away: its bytes mean nothing from now on."""
@@ -88,7 +99,14 @@ class Generation:
 
     def carries(self, slot: Slot, version: int | None) -> bool:
         """Whether everything that the slot fills was filled by this version."""
-        return all((stamp := self.stamps[index]) is not None and stamp.version == version for index in slot.indices)
+        stamp = self.stamps[slot.index]
+        if stamp is None or stamp.version != version:
+            return False
+        return slot.count == 1 or all(s is not None and s.version == version for s in self.of_stack(slot))
+
+    def of_stack(self, slot: Slot) -> list[Stamp | None]:
+        """Return the stamps of all slots that a stack fills."""
+        return self.stamps[slot.index : slot.index + slot.count]
 
     def missing(self) -> list[Slot]:
         """Return the slots that nothing has filled."""

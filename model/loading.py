@@ -17,34 +17,64 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from .errors import ConflictError, StaleError
 from .fp8 import dequantize
 from .fusion import ExpiredHalf, FusionCache, PendingHalf
 from .gate import Gate
-from .generation import Generation, Stamp
+from .generation import TORCH_DTYPES, Bytes, Generation, Stamp
 from .names import SCALE_LEAF, LoadPlan, Slot
 
 
-class Destination(NamedTuple):
-    """Where one tensor's values go, or what they are compared with."""
+class Destination:
+    """Where one tensor's values go, or what they are compared with.
 
-    slot: Slot
-    tensor: torch.Tensor
-    """Flat and contiguous: rows of a parameter, or a copy that waits."""
-    in_place: bool
-    """Whether these are rows that a forward pass may read."""
-    scale: torch.Tensor | None = None
-    """float32 [blocks of rows, blocks of columns]: fp8 values are multiplied with it on their way."""
+    Args:
+        slot: Of the tensor.
+        generation: Whose rows are meant, unless ``copy`` is given.
+        copy: A flat buffer in which the tensor waits.
+        in_place: Whether these are rows that a forward pass may read.
+        scale: float32 [blocks of rows, blocks of columns]: fp8 values are multiplied with it on their way.
+    """
+
+    __slots__ = ("_copy", "_generation", "in_place", "scale", "slot")
+
+    def __init__(
+        self,
+        slot: Slot,
+        generation: Generation,
+        copy: torch.Tensor | None = None,
+        *,
+        in_place: bool = False,
+        scale: torch.Tensor | None = None,
+    ) -> None:
+        self.slot = slot
+        self.in_place = in_place
+        self.scale = scale
+        self._generation = generation
+        self._copy = copy
 
     @property
-    def bytes(self) -> npt.NDArray[np.uint8]:
+    def tensor(self) -> torch.Tensor:
+        """Flat and contiguous: rows of a parameter, or the copy."""
+        return self._generation.rows(self.slot) if self._copy is None else self._copy
+
+    @property
+    def bytes(self) -> Bytes:
         """The tensor's memory, writable; host memory only."""
-        view: npt.NDArray[np.uint8] = self.tensor.view(torch.uint8).numpy()
+        if self._copy is None:
+            return self._generation.bytes(self.slot)
+        view: Bytes = self._copy.view(torch.uint8).numpy()
         return view
+
+    def takes(self, dtype: str) -> bool:
+        """Whether values of this safetensors dtype may be copied as bytes, through `bytes`."""
+        if self.scale is not None or self._generation.device.type != "cpu":
+            return False
+        if self._copy is not None:
+            return self._copy.dtype == TORCH_DTYPES[dtype]
+        return self._generation.table.parameters[self.slot.parameter].dtype == dtype
 
     @property
     def unit(self) -> int:
@@ -273,11 +303,11 @@ class Update:
         """Return where a slot's values go: to a copy, or to its rows, by way of its scale if it has one."""
         generation = self._weights.generation
         if copy is not None:
-            return Destination(slot, copy, in_place=False)
+            return Destination(slot, generation, copy)
         scale = None
         if slot.scale is not None:
             scale = generation.parameters[f"{slot.name.rpartition('.')[0]}.{SCALE_LEAF}"]
-        return Destination(slot, generation.rows(slot), in_place=self._serving, scale=scale)
+        return Destination(slot, generation, in_place=self._serving, scale=scale)
 
     def _waiting(self, slot: Slot) -> torch.Tensor | None:
         if slot.group is None:

@@ -49,6 +49,8 @@ class Slot:
     offset: int
     """First element within the flattened parameter."""
     shape: Shape
+    numel: int
+    """Number of elements: the product of ``shape``, since it is asked for again and again."""
     dtypes: frozenset[str]
     """Accepted safetensors dtypes."""
     layer: int | None
@@ -62,11 +64,6 @@ class Slot:
     """Of an fp8 weight that is stored dequantised: index of the slot of its scale."""
     count: int = 1
     """How many slots, from ``index`` on, it fills: more than one for a stack of experts."""
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
 
     @property
     def indices(self) -> range:
@@ -298,7 +295,9 @@ class _Builder:
             offset += slot.numel
         self._join(group, made)
         if row.stacked and dtypes is FLOATS:
-            stack = dataclasses.replace(made[0], name=row.stacked, shape=row.shape, count=len(made))
+            stack = dataclasses.replace(
+                made[0], name=row.stacked, shape=row.shape, numel=math.prod(row.shape), count=len(made)
+            )
             self.stacks[row.stacked] = stack
 
     def _add_scales(self, layer: int | None, row: _Row, name: str) -> None:
@@ -336,7 +335,8 @@ class _Builder:
     ) -> Slot:
         part = module.rpartition(".")[2]
         name = f"{module}.{leaf}"
-        slot = Slot(name, len(self.slots), parameter, offset, shape, dtypes, layer, part, leaf, group, scale)
+        index, numel = len(self.slots), math.prod(shape)
+        slot = Slot(name, index, parameter, offset, shape, numel, dtypes, layer, part, leaf, group, scale)
         self.slots[name] = slot
         return slot
 

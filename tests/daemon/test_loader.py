@@ -234,7 +234,7 @@ def test_a_shard_larger_than_a_block_is_copied_by_all_threads() -> None:
     shard = save({"x": torch.from_numpy(source[: source.size // 2 * 2]).view(torch.bfloat16)})
     whole = BytesPayload.parse(shard, header_limit=1 << 20)
     slot = next(iter(bench.model.table.slots.values()))
-    copies.run(whole, [Copy(0, target.nbytes, "BF16", Destination(slot, target, in_place=False))])
+    copies.run(whole, [Copy(0, target.nbytes, "BF16", Destination(slot, bench.model.generation, target))])
     bench.loader.stop(TIMEOUT)
 
     assert target.view(torch.uint8).numpy().tobytes() == source[: target.nbytes].tobytes()
