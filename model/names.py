@@ -62,13 +62,13 @@ class Slot:
     """Index of the Group that it has to be put in place with; None: it may go alone."""
     scale: int | None = None
     """Of an fp8 weight that is stored dequantised: index of the slot of its scale."""
-    count: int = 1
-    """How many slots, from ``index`` on, it fills: more than one for a stack of experts."""
+    indices: range = range(0)
+    """The slots that it fills, ``index`` first: more than one for a stack of experts."""
 
     @property
-    def indices(self) -> range:
-        """The slots that it fills."""
-        return range(self.index, self.index + self.count)
+    def count(self) -> int:
+        """How many slots it fills."""
+        return len(self.indices)
 
 
 class ParameterSpec(NamedTuple):
@@ -296,7 +296,11 @@ class _Builder:
         self._join(group, made)
         if row.stacked and dtypes is FLOATS:
             stack = dataclasses.replace(
-                made[0], name=row.stacked, shape=row.shape, numel=math.prod(row.shape), count=len(made)
+                made[0],
+                name=row.stacked,
+                shape=row.shape,
+                numel=math.prod(row.shape),
+                indices=range(made[0].index, made[0].index + len(made)),
             )
             self.stacks[row.stacked] = stack
 
@@ -336,7 +340,8 @@ class _Builder:
         part = module.rpartition(".")[2]
         name = f"{module}.{leaf}"
         index, numel = len(self.slots), math.prod(shape)
-        slot = Slot(name, index, parameter, offset, shape, numel, dtypes, layer, part, leaf, group, scale)
+        itself = range(index, index + 1)
+        slot = Slot(name, index, parameter, offset, shape, numel, dtypes, layer, part, leaf, group, scale, itself)
         self.slots[name] = slot
         return slot
 
