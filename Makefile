@@ -36,6 +36,8 @@ run: $(STAMP) ## a daemon in this checkout; CONFIG=FILE for other settings than 
 
 bench: $(STAMP) ## benchmarks; prints ratios to a memcpy measured in the same run
 	$(BIN)/python benchmarks/folder.py
+	$(BIN)/python benchmarks/names.py
+	$(BIN)/python benchmarks/widths.py
 
 clean: ## remove everything that these targets made, .venv too
 	rm -rf $(VENV) build dist run *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis benchmarks/results
