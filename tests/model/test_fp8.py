@@ -202,7 +202,9 @@ def test_a_large_weight_is_dequantised_some_rows_at_a_time(monkeypatch: pytest.M
 
 # ------------------------------------------------------------------------------------- in any order
 
-many = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+many = settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 
 
 @many

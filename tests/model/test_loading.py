@@ -141,7 +141,9 @@ def deliveries(draw: st.DrawFn, names: Sequence[str] = NAMES) -> list[list[str]]
     return [order[i:j] for i, j in itertools.pairwise([0, *cuts, len(order)]) if i < j]
 
 
-many = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+many = settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 
 
 def deliver(
