@@ -190,6 +190,8 @@ def main() -> NoReturn:
     """Entry point: errors become one line and an exit code (2: settings or usage, 1: anything else)."""
     # A reader that goes away (| head) ends us in silence, as it does any other program.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    # A shell's background jobs inherit an ignored SIGINT; whoever sends us one all the same means it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with _one_line_errors():
         app()
     sys.exit(0)

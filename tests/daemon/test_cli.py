@@ -112,6 +112,17 @@ def test_listen_starts_with_the_state_and_goes_on(daemon: Any) -> None:
     assert json.loads(second[1])["event"] == "shard.applied"
 
 
+def test_sigint_ends_listen_even_where_it_was_ignored(daemon: Any) -> None:
+    """As in a background job of a script, or under some CI."""
+    command = f"trap '' INT; exec {sys.executable} -m fusewire.daemon listen -c {daemon.config_path}"
+    with subprocess.Popen(["bash", "-c", command], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as program:
+        assert program.stdout is not None
+        program.stdout.readline()
+        program.send_signal(signal.SIGINT)
+        program.communicate(timeout=TIMEOUT)
+        assert program.returncode == 130
+
+
 def test_a_reader_that_goes_away_ends_listen_in_silence(daemon: Any) -> None:
     piped = f"{sys.executable} -m fusewire.daemon listen --heartbeats -c {daemon.config_path} | head -1"
     program = subprocess.Popen(
