@@ -25,6 +25,8 @@ def checkpoint(family: str) -> Path:
 
 Tensors = dict[str, Tensor]
 
+torch.set_num_threads(1)  # on matrices as small as these, threads only wait for one another
+
 
 @pytest.fixture(scope="session")
 def golden_config() -> Callable[[str], DeepseekV2Config]:
