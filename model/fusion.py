@@ -95,7 +95,11 @@ class FusionCache:
         return all(slot.index in arriving or slot.index in there for slot in self._groups[group].slots)
 
     def reserve(
-        self, version: int | None, slots: Sequence[Slot], dtype_of: Callable[[Slot], torch.dtype]
+        self,
+        version: int | None,
+        slots: Sequence[Slot],
+        dtype_of: Callable[[Slot], torch.dtype],
+        keep: Collection[int],
     ) -> tuple[dict[int, torch.Tensor], tuple[ExpiredHalf, ...]]:
         """Make room for parts that will have to wait.
 
@@ -103,24 +107,28 @@ class FusionCache:
             version: Theirs.
             slots: Theirs; a slot that waits already needs a second buffer until `put` replaces the first.
             dtype_of: Slot -> dtype of its copy.
+            keep: Groups whose entries in this version may not make room: the update that asks counts on what waits
+                there.
 
         Returns:
             A flat buffer for each slot index, and what was given up for them.
 
         Raises:
-            FusionCacheFull: They are larger than the bound, or only entries that they belong to could make room.
+            FusionCacheFull: They are larger than the bound, or only entries to be kept could make room.
                 Nothing was changed.
         """
         wanted = [(slot.index, slot.numel, dtype_of(slot)) for slot in slots]
+        if not wanted:  # also when the bound has been lowered below what waits
+            return {}, ()
         needed = sum(numel * dtype.itemsize for _, numel, dtype in wanted)
-        own = {(version, slot.group) for slot in slots}
+        kept = {(version, group) for group in keep}
         victims: list[Key] = []
         room = self.max_bytes - self.held
         by_age = sorted(self._entries, key=lambda key: min(w.since for w in self._entries[key].values()))
         for key in by_age:
             if room >= needed:
                 break
-            if key not in own:
+            if key not in kept:
                 victims.append(key)
                 room += sum(waiting.tensor.nbytes for waiting in self._entries[key].values())
         if room < needed:

@@ -53,6 +53,7 @@ class Generation:
         parameters: Name -> tensor, a view of the storage with a fixed address.
         stamps: Slot index -> what filled the slot, None if its bytes mean nothing.
         filled: How many slots have a stamp.
+        torn: Whether an update has begun to write rows and has not been settled: nobody may compute with them.
     """
 
     def __init__(self, table: SlotTable, device: torch.device | str = "cpu") -> None:
@@ -75,6 +76,7 @@ class Generation:
                 self._bytes[name] = whole.numpy(), flat.element_size()
         self.stamps: list[Stamp | None] = [None] * len(table.slots)
         self.filled = 0
+        self.torn = False
 
     def rows(self, slot: Slot) -> torch.Tensor:
         """Return a slot's elements as a flat view of its parameter."""

@@ -154,20 +154,20 @@ class Update:
         self._state = "begun"
         cache = weights.fusion
 
+        self._cleared: dict[str, None] = {}
         self._refuse_stale()
-        again = {slot.index for slot in plan.slots if self._came_before(slot)}
+        self.compared: tuple[Destination, ...] = repeats(weights, plan, version)
+        """Tensors that this version has brought before: their values must equal these."""
+        again = {destination.slot.index for destination in self.compared}
         new = [slot for slot in plan.slots if slot.index not in again]
         arriving = {index for slot in plan.slots for index in slot.indices}
         self._touched = {slot.group for slot in new if slot.group is not None}
         self._whole_before = {group for group in self._touched if self._is_whole(group)}
         self._completing = {group for group in self._touched if cache.completes(version, group, arriving)}
         waits = [slot for slot in new if self._has_to_wait(slot)]
-        self._buffers, self.expired = cache.reserve(version, waits, self._dtype_waiting)
+        counted_on = {slot.group for slot in plan.slots if slot.group is not None}
+        self._buffers, self.expired = cache.reserve(version, waits, self._dtype_waiting, counted_on)
 
-        self.compared: tuple[Destination, ...] = tuple(
-            self._destination(slot, self._present(slot)) for slot in plan.slots if slot.index in again
-        )
-        """Tensors that this version has brought before: their values must equal these."""
         made = [self._destination(slot, self._buffers.get(slot.index)) for slot in new]
         self.stages: tuple[tuple[Destination, ...], ...] = (
             tuple(destination for destination in made if destination.scale is None),
@@ -189,16 +189,22 @@ class Update:
         """
         self._move("begun", "writing")
         touches = self._serving and any(d.slot.index not in self._buffers for d in self.destinations)
-        try:
-            with self._weights.gate.writing(timeout) if touches else contextlib.nullcontext():
-                for destination in self.destinations:
-                    if destination.slot.index not in self._buffers:
-                        self._weights.generation.clear(destination.slot)
-                self._place_waiting(scales=True)
-                yield
-        except TimeoutError:
-            self._state = "begun"
-            raise
+        with contextlib.ExitStack() as held:
+            if touches:
+                try:
+                    held.enter_context(self._weights.gate.writing(timeout))
+                except TimeoutError:
+                    self._state = "begun"
+                    raise
+            for destination in self.destinations:
+                if destination.slot.index not in self._buffers:
+                    self._clear(destination.slot)
+            for group in self._completing:
+                if self._weights.generation.table.groups[group].computed:  # weights mean nothing without their scales
+                    for waiting in self._weights.fusion.waiting(self._version, group).values():
+                        self._clear(waiting.slot)
+            self._place_waiting(scales=True)
+            yield
 
     def differing(self, names: tuple[str, ...]) -> ConflictError:
         """Return the error to raise when tensors in ``compared`` turned out to differ."""
@@ -252,6 +258,7 @@ class Update:
                 if slot.index in arriving:  # it came again and takes the place of what waited
                     continue
                 if (slot.leaf == SCALE_LEAF) is scales:
+                    self._clear(slot)
                     self._destination(slot, None).write(0, waiting.tensor)
                 if not scales:
                     placed.append(slot.name)
@@ -261,13 +268,16 @@ class Update:
         """Give the update up. Returns the names of the slots that hold nothing now, since they were written."""
         if self._state not in {"begun", "writing"}:
             raise RuntimeError(f"the update has been {self._state} already")
-        written = self._state == "writing"
         self._state = "aborted"
         for buffer in self._buffers.values():
             self._weights.fusion.release(buffer)
-        if not written:
-            return ()
-        return tuple(d.slot.name for d in self.destinations if d.slot.index not in self._buffers)
+        return tuple(self._cleared)
+
+    def _clear(self, slot: Slot) -> None:
+        """Take the stamp of rows that are about to be written."""
+        self._weights.generation.torn = True
+        self._weights.generation.clear(slot)
+        self._cleared[slot.name] = None
 
     def _move(self, expected: str, state: str) -> None:
         if self._state != expected:
@@ -284,44 +294,56 @@ class Update:
         if newer:
             raise StaleError(version, newer)
 
-    def _came_before(self, slot: Slot) -> bool:
-        """Whether this numbered version has brought this slot already. The rolling version may change its mind."""
-        if self._version is None:
-            return False
-        return self._weights.generation.carries(slot, self._version) or self._waiting(slot) is not None
-
     def _has_to_wait(self, slot: Slot) -> bool:
-        """Whether a part has to wait in a copy: its rows may be read, or it has to be computed with."""
+        """Whether a part has to wait in a copy: its rows may be read, it has to be computed with, or others wait there.
+
+        The last is so when a model that served has lost rows to an update that failed: parts never meet if some
+        wait in the cache and others lie in their rows.
+        """
         if slot.group is None or slot.group in self._completing:
             return False
-        return self._serving or self._weights.generation.table.groups[slot.group].computed
+        if self._serving or self._weights.generation.table.groups[slot.group].computed:
+            return True
+        return bool(self._weights.fusion.waiting(self._version, slot.group))
 
     def _dtype_waiting(self, slot: Slot) -> torch.dtype:
         return torch.float8_e4m3fn if slot.scale is not None else self._weights.generation.rows(slot).dtype
 
     def _destination(self, slot: Slot, copy: torch.Tensor | None) -> Destination:
-        """Return where a slot's values go: to a copy, or to its rows, by way of its scale if it has one."""
-        generation = self._weights.generation
-        if copy is not None:
-            return Destination(slot, generation, copy)
-        scale = None
-        if slot.scale is not None:
-            scale = generation.parameters[f"{slot.name.rpartition('.')[0]}.{SCALE_LEAF}"]
-        return Destination(slot, generation, in_place=self._serving, scale=scale)
-
-    def _waiting(self, slot: Slot) -> torch.Tensor | None:
-        if slot.group is None:
-            return None
-        waiting = self._weights.fusion.waiting(self._version, slot.group).get(slot.index)
-        return None if waiting is None else waiting.tensor
-
-    def _present(self, slot: Slot) -> torch.Tensor | None:
-        """Return the copy that waits of a slot; None if it lies in its rows."""
-        return self._waiting(slot)
+        return _destination(self._weights.generation, slot, copy, in_place=self._serving)
 
     def _is_whole(self, group: int) -> bool:
         generation = self._weights.generation
         return all(generation.carries(slot, self._version) for slot in generation.table.groups[group].slots)
+
+
+def repeats(weights: Weights, plan: LoadPlan, version: int | None) -> tuple[Destination, ...]:
+    """Return what the numbered version has brought of these tensors already: the values that must come again.
+
+    Changes nothing. The rolling version may change its mind, so it has no repeats.
+    """
+    if version is None:
+        return ()
+    found = []
+    for slot in plan.slots:
+        copy = None
+        if slot.group is not None and slot.index in (there := weights.fusion.waiting(version, slot.group)):
+            copy = there[slot.index].tensor
+        if copy is not None or weights.generation.carries(slot, version):
+            found.append(_destination(weights.generation, slot, copy))
+    return tuple(found)
+
+
+def _destination(
+    generation: Generation, slot: Slot, copy: torch.Tensor | None, *, in_place: bool = False
+) -> Destination:
+    """Return a copy, or a slot's rows by way of its scale if it has one."""
+    if copy is not None:
+        return Destination(slot, generation, copy)
+    scale = None
+    if slot.scale is not None:
+        scale = generation.parameters[f"{slot.name.rpartition('.')[0]}.{SCALE_LEAF}"]
+    return Destination(slot, generation, in_place=in_place, scale=scale)
 
 
 def _newer(stamp: Stamp | None, version: int) -> bool:
@@ -330,18 +352,21 @@ def _newer(stamp: Stamp | None, version: int) -> bool:
 
 def pending(weights: Weights) -> list[PendingHalf]:
     """Return all halves that wait: those in the cache, and those that lie in their rows beside no partner."""
-    stamps = weights.generation.stamps
-    found = weights.fusion.pending()
-    for layer, fusion in weights.generation.table.fusions.items():
+    return weights.fusion.pending() + alone(weights.generation)
+
+
+def alone(generation: Generation) -> list[PendingHalf]:
+    """Return the halves that lie in their rows beside no partner. Reads stamps only: any thread may ask."""
+    stamps = generation.stamps
+    found = []
+    for layer, fusion in generation.table.fusions.items():
         present = [(slot, stamp) for slot in fusion.slots if (stamp := stamps[slot.index]) is not None]
         versions = {stamp.version for _, stamp in present}
         if len(versions) == 1 and len(present) == len(fusion.slots):
             continue
         for slot, stamp in present:
-            missing = tuple(
-                other.name for other in fusion.slots if not weights.generation.carries(other, stamp.version)
-            )
-            nbytes = weights.generation.rows(slot).nbytes
+            missing = tuple(other.name for other in fusion.slots if not generation.carries(other, stamp.version))
+            nbytes = generation.rows(slot).nbytes
             found.append(PendingHalf(stamp.version, layer, slot.name, missing, stamp.at, nbytes, owned=False))
     return found
 

@@ -13,11 +13,11 @@ from torch import Tensor
 from . import decoder
 from .cache import LatentCache
 from .config import DeepseekV2Config
-from .errors import NotReadyError
+from .errors import ConflictError, NotReadyError, Offender, WeightsError
 from .fusion import ExpiredHalf, FusionCache, PendingHalf
 from .gate import Gate
 from .generation import SAFETENSORS_DTYPES, Generation
-from .loading import LoadReport, Update, Weights, groups_whole, pending
+from .loading import Destination, LoadReport, Update, Weights, alone, groups_whole, pending, repeats
 from .names import LoadPlan, SlotTable, TensorMeta, names_by_layer
 from .rope import Rope
 from .weights import ModelWeights
@@ -64,6 +64,7 @@ class DeepseekV2ForCausalLM:
         self._weights = ModelWeights.from_parameters(config, self.generation.parameters)
         self._rope = Rope(config, self.device)
         self._serving = False
+        self._untold: list[ExpiredHalf] = []
 
     # ------------------------------------------------------------------------------------- serving
 
@@ -88,7 +89,7 @@ class DeepseekV2ForCausalLM:
         parts = [f"layers {_ranges(layers)}"] if layers else []
         parts += missing.get(None, [])
         text = f"{count} of {total} slots are missing ({', '.join(parts)})" if count else "all slots are filled"
-        broken = sorted({half.layer for half in self.pending() if not half.owned})
+        broken = sorted({half.layer for half in alone(self.generation)})
         return f"{text}; the pairs of layers {_ranges(broken)} are not whole" if broken else text
 
     @torch.inference_mode()
@@ -147,7 +148,8 @@ class DeepseekV2ForCausalLM:
         return LatentCache(self.config, batch, capacity, self.dtype, self.device)
 
     def _forward(self, token_ids: Tensor, cache: LatentCache) -> Tensor:
-        if not self._serving:
+        # An update that failed gives the gate back before it is given up.
+        if not self._serving or self.generation.torn:
             raise NotReadyError(f"the model is not ready: {self.missing_summary()}")
         return decoder.forward(self.config, self._weights, self._rope, token_ids, cache)
 
@@ -172,21 +174,22 @@ class DeepseekV2ForCausalLM:
             ConflictError: The version had brought other bytes for some of the slots.
             StaleError: A newer version has filled some of the slots.
             FusionCacheFull: Halves that have to wait are larger than the cache. In each case nothing changed.
+            TimeoutError: A forward pass did not end. The weights are as before; halves that were given up to make
+                room are told by the next `sweep`.
         """
         pairs = list(pairs)
         tensors = dict(pairs)
-        plan = self.table.plan(
-            {name: TensorMeta(SAFETENSORS_DTYPES.get(t.dtype, str(t.dtype)), tuple(t.shape)) for name, t in pairs}
-        )
+        plan = self._plan(pairs)
+        if version is not None:
+            self._refuse_changes(repeats(self._state, plan, version), version, pairs, tensors)
         update = self.begin(plan, version, source)
         try:
-            if version is not None:
-                self._compare(update, pairs, tensors)
             with update.writing(GATE_TIMEOUT):
                 for destination in update.destinations:
                     destination.write(0, tensors[destination.slot.name].reshape(-1).to(self.device))
                 return self.finish(update)
         except BaseException:
+            self._untold += update.expired
             self.abort(update)
             raise
 
@@ -207,34 +210,58 @@ class DeepseekV2ForCausalLM:
         return unfilled
 
     def sweep(self) -> tuple[ExpiredHalf, ...]:
-        """Give up the halves that have waited too long."""
-        return self.fusion.expire()
+        """Give up the halves that have waited too long; return them with those that no report has told."""
+        untold, self._untold = tuple(self._untold), []
+        return (*untold, *self.fusion.expire())
 
     def drop_version(self, version: int) -> tuple[ExpiredHalf, ...]:
         """Give up the halves of a version that another has superseded."""
         return self.fusion.drop(version)
 
     def pending(self) -> tuple[PendingHalf, ...]:
-        """Return all halves that wait."""
+        """Return all halves that wait. For the thread that loads."""
         return tuple(pending(self._state))
 
     def _reconsider(self) -> None:
         filled = self.generation.filled == len(self.table.slots)
         self._serving = filled and groups_whole(self.generation)
+        self.generation.torn = False  # last: a forward pass may look at both at any time
 
-    def _compare(self, update: Update, pairs: list[tuple[str, Tensor]], tensors: dict[str, Tensor]) -> None:
+    def _plan(self, pairs: list[tuple[str, Tensor]]) -> LoadPlan:
+        """Check all tensors, also those whose name comes again in the same call."""
+        metas = [(n, TensorMeta(SAFETENSORS_DTYPES.get(t.dtype, str(t.dtype)), tuple(t.shape))) for n, t in pairs]
+        last = dict(metas)
+        offenders: set[Offender] = set()
+        for name, meta in metas:
+            if meta != last[name]:
+                try:
+                    self.table.plan({name: meta})
+                except WeightsError as error:
+                    offenders.update(error.offenders)
+        try:
+            plan = self.table.plan(last)
+        except WeightsError as error:
+            raise WeightsError((*error.offenders, *offenders)) from None
+        if offenders:
+            raise WeightsError(tuple(offenders))
+        return plan
+
+    def _refuse_changes(
+        self,
+        came: tuple[Destination, ...],
+        version: int,
+        pairs: list[tuple[str, Tensor]],
+        tensors: dict[str, Tensor],
+    ) -> None:
         """Refuse other bytes for what this version has brought already, before or in this very call."""
-        known = self.table.slots
-        twice = {
+        changed = {
             name
             for name, tensor in pairs
-            if name in known and tensor is not tensors[name] and not _same(tensor, tensors[name])
+            if self.table.skip_reason(name) is None and tensor is not tensors[name] and not _same(tensor, tensors[name])
         }
-        came = {
-            d.slot.name for d in update.compared if not d.holds(0, tensors[d.slot.name].reshape(-1).to(self.device))
-        }
-        if twice | came:
-            raise update.differing(tuple(sorted(twice | came)))
+        changed |= {d.slot.name for d in came if not d.holds(0, tensors[d.slot.name].reshape(-1).to(self.device))}
+        if changed:
+            raise ConflictError(version, tuple(sorted(changed)))
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
