@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .config import DeepseekV2Config
-from .fp8 import dequantize
+from .fp8 import BLOCK, values
 from .names import SCALE_LEAF
 
 ROWS = 4096
@@ -28,14 +28,15 @@ class Linear(NamedTuple):
         """Return x @ weight.T + bias."""
         if self.weight_scale_inv is None:
             return functional.linear(x, self.weight, self.bias)
-        out = torch.cat([functional.linear(x, block.to(x.dtype)) for block in self._blocks()], -1)
+        out = torch.cat([functional.linear(x, block) for block in self._blocks(x.dtype)], -1)
         return out if self.bias is None else out + self.bias
 
-    def _blocks(self) -> Iterator[Tensor]:
+    def _blocks(self, dtype: torch.dtype) -> Iterator[Tensor]:
         """Dequantise some rows at a time, so that never the whole weight exists twice."""
         assert self.weight_scale_inv is not None
         for first in range(0, self.weight.shape[0], ROWS):
-            yield dequantize(self.weight[first : first + ROWS], self.weight_scale_inv, first)
+            scale = self.weight_scale_inv[first // BLOCK : (first + ROWS) // BLOCK]
+            yield values(self.weight[first : first + ROWS], scale, dtype)
 
 
 class AttentionWeights(NamedTuple):

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fusewire.model import DeepseekV2Config, DeepseekV2ForCausalLM, WeightsError
-from fusewire.model.fp8 import dequantize
+from fusewire.model.fp8 import by_index, dequantize, fused
+from fusewire.model.fp8 import values as values_of
 from fusewire.model.weights import Linear
 
 Tensors = dict[str, Tensor]
@@ -140,6 +141,19 @@ def test_dequantize_is_position_by_position(shape: tuple[int, int], step: int) -
     parts = [dequantize(raw[first : first + step], scale, first) for first in range(0, shape[0], step)]
 
     assert torch.cat(parts).equal(dequantised_alone(raw, scale))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_compiled_kernel_is_the_same_for_every_shape(dtype: torch.dtype) -> None:
+    """Traced here; made into a kernel on a GPU (test_gpu)."""
+    compiled = fused("aot_eager")
+    for shape in [(128, 128), (129, 127), (576, 300), (300, 576), (1, 5), (256, 128)]:
+        raw, scale = quantize(torch.randn(shape, generator=torch.Generator().manual_seed(1)))
+        expected = dequantised_alone(raw, scale).to(dtype)
+
+        assert compiled(raw, scale, dtype).equal(expected)
+        assert by_index(raw, scale, dtype).equal(expected)
+        assert values_of(raw, scale, dtype).equal(expected)
 
 
 def test_a_fused_pair_is_worth_what_its_halves_are_worth_alone() -> None:

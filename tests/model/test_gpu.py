@@ -14,11 +14,12 @@ from fusewire.daemon.copying import Copier, Copy
 from fusewire.daemon.lease import install_lease_signal_handling
 from fusewire.daemon.payload import open_file
 from fusewire.model import DeepseekV2Config, DeepseekV2ForCausalLM, TensorMeta
+from fusewire.model.fp8 import dequantize, values
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("family", ["v2", "v2lite", "v3"])
+@pytest.mark.parametrize("family", ["v2", "v2lite", "v3", "v3-fp8"])
 def test_logits_and_tokens_on_a_gpu(
     family: str,
     golden_config: Callable[[str], DeepseekV2Config],
@@ -35,6 +36,15 @@ def test_logits_and_tokens_on_a_gpu(
         assert difference.abs().max() < 1e-4
     generated = model.generate(values["ids.a"].cuda())[0, -24:]
     assert generated.tolist() == values["gen.a"].tolist()
+
+
+def test_fp8_is_dequantised_by_one_kernel_to_the_same_values() -> None:
+    for shape in [(4096, 7168), (576, 7168), (1536, 512), (129, 127)]:
+        raw = torch.randn(shape).to(torch.float8_e4m3fn)
+        scale = torch.rand(-(-shape[0] // 128), -(-shape[1] // 128))
+        found = values(raw.cuda(), scale.cuda(), torch.bfloat16)
+
+        assert found.cpu().equal(dequantize(raw, scale).bfloat16())
 
 
 def test_the_daemons_copies_reach_the_device(
