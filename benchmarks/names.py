@@ -105,8 +105,8 @@ def place(paths: list[Path], model: DeepseekV2ForCausalLM, publisher: Publisher,
         with watch("placing"):
             update = model.begin(plan, version, key)
             with update.writing(10.0):
-                for stage in update.stages:
-                    copies = [(entries[destination.slot.name], destination) for destination in stage]
+                for one_round in update.rounds:
+                    copies = [(entries[destination.slot.name], destination) for destination in one_round]
                     copier.run(payload, [Copy(e.start, e.stop - e.start, e.dtype, d) for e, d in copies])
                 payload.verify()
                 report = model.finish(update)

@@ -223,8 +223,8 @@ class Loader:
             if differing:
                 raise update.differing(differing)
             with update.writing(GATE_TIMEOUT):
-                for stage in update.stages:
-                    self._copier.run(payload, _copies(entries, stage))
+                for one_round in update.rounds:
+                    self._copier.run(payload, _copies(entries, one_round))
                 payload.verify()
                 report = self.model.finish(update)
         except BaseException as error:  # noqa: BLE001 - the update has to be given up whatever happened

@@ -10,14 +10,19 @@ from .errors import (
     StaleError,
     WeightsError,
 )
+from .finite import NotFinite
 from .fusion import ExpiredHalf, FusionCache, PendingHalf
 from .generation import TORCH_DTYPES, Generation, Stamp
+from .leases import Leases
 from .loading import Destination, LoadReport, Update
-from .modeling import DeepseekV2ForCausalLM
+from .modeling import Canary, DeepseekV2ForCausalLM, Lease
 from .names import Group, LoadPlan, ParameterSpec, Slot, SlotTable, TensorMeta
+from .staging import Carried, Staging, StagingError
 
 __all__ = [
     "TORCH_DTYPES",
+    "Canary",
+    "Carried",
     "ConfigError",
     "ConflictError",
     "DeepseekV2Config",
@@ -29,8 +34,11 @@ __all__ = [
     "FusionCacheFull",
     "Generation",
     "Group",
+    "Lease",
+    "Leases",
     "LoadPlan",
     "LoadReport",
+    "NotFinite",
     "NotReadyError",
     "Offender",
     "ParameterSpec",
@@ -38,6 +46,8 @@ __all__ = [
     "RopeScaling",
     "Slot",
     "SlotTable",
+    "Staging",
+    "StagingError",
     "StaleError",
     "Stamp",
     "TensorMeta",

@@ -166,7 +166,7 @@ class FusionCache:
         old = [key for key, parts in self._entries.items() if min(p.since for p in parts.values()) <= limit]
         return tuple(half for key in old for half in self._give_up(key, "age"))
 
-    def drop(self, version: int) -> tuple[ExpiredHalf, ...]:
+    def drop(self, version: int | None) -> tuple[ExpiredHalf, ...]:
         """Give up all entries of a version that another has superseded."""
         theirs = [key for key in self._entries if key[0] == version]
         return tuple(half for key in theirs for half in self._give_up(key, "superseded"))

@@ -1,12 +1,15 @@
 """One set of weights in memory: fixed storage, parameters as views of it, and a stamp for each slot.
 
-Addresses never change: everything that reads weights may keep its views for the life of the process.
+Addresses never change: everything that reads weights may keep its views for the life of the process. A stamp is an
+object that an update makes once for all slots that it fills: two generations that hold the same stamp for a slot hold
+the same bytes there, and nothing else needs to be compared.
 """
 
 from __future__ import annotations
 
 import math
 import mmap
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -40,6 +43,16 @@ class Stamp(NamedTuple):
     """Name of the shard."""
     at: float
     """When, on the model's clock."""
+    stage: int = 0
+    """Which staging it belongs to: parts of one pair have to agree on it. See `staging`."""
+
+
+class Span(NamedTuple):
+    """Neighbouring slots of one parameter."""
+
+    first: Slot
+    numel: int
+    slots: list[Slot]
 
 
 class Generation:
@@ -54,6 +67,8 @@ class Generation:
         stamps: Slot index -> what filled the slot, None if its bytes mean nothing.
         filled: How many slots have a stamp.
         torn: Whether an update has begun to write rows and has not been settled: nobody may compute with them.
+        changed: Indices of the slots that have been cleared since whoever looks after them emptied this set.
+        version: What the weights are called once they are live; None is the rolling version.
     """
 
     def __init__(self, table: SlotTable, device: torch.device | str = "cpu") -> None:
@@ -77,6 +92,8 @@ class Generation:
         self.stamps: list[Stamp | None] = [None] * len(table.slots)
         self.filled = 0
         self.torn = False
+        self.changed: set[int] = set()
+        self.version: int | None = None
 
     def rows(self, slot: Slot) -> torch.Tensor:
         """Return a slot's elements as a flat view of its parameter."""
@@ -92,6 +109,7 @@ class Generation:
         for index in slot.indices:
             self.filled -= self.stamps[index] is not None
             self.stamps[index] = None
+        self.changed.update(slot.indices)
 
     def stamp(self, slot: Slot, stamp: Stamp) -> None:
         """Say that a slot's bytes are whole and proven."""
@@ -99,16 +117,39 @@ class Generation:
             self.filled += self.stamps[index] is None
             self.stamps[index] = stamp
 
-    def carries(self, slot: Slot, version: int | None) -> bool:
-        """Whether everything that the slot fills was filled by this version."""
+    def carries(self, slot: Slot, stage: int) -> bool:
+        """Whether everything that the slot fills was filled in this staging."""
         stamp = self.stamps[slot.index]
-        if stamp is None or stamp.version != version:
+        if stamp is None or stamp.stage != stage:
             return False
-        return slot.count == 1 or all(s is not None and s.version == version for s in self.of_stack(slot))
+        return slot.count == 1 or all(s is not None and s.stage == stage for s in self.of_stack(slot))
 
     def of_stack(self, slot: Slot) -> list[Stamp | None]:
         """Return the stamps of all slots that a stack fills."""
         return self.stamps[slot.index : slot.index + slot.count]
+
+    def span(self, first: Slot, numel: int) -> torch.Tensor:
+        """Return ``numel`` elements from the first one of a slot on, as a flat view of its parameter."""
+        return self._flat[first.parameter][first.offset : first.offset + numel]
+
+    @staticmethod
+    def runs(slots: Iterable[Slot]) -> Iterator[Span]:
+        """Put neighbours together, so that they can be looked at or copied in one go.
+
+        Args:
+            slots: In the order of their indices.
+        """
+        run: Span | None = None
+        for slot in slots:
+            if run and slot.parameter == run.first.parameter and slot.offset == run.first.offset + run.numel:
+                run.slots.append(slot)
+                run = run._replace(numel=run.numel + slot.numel)
+                continue
+            if run:
+                yield run
+            run = Span(slot, slot.numel, [slot])
+        if run:
+            yield run
 
     def missing(self) -> list[Slot]:
         """Return the slots that nothing has filled."""

@@ -1,10 +1,11 @@
 """Loading: putting the tensors of one shard where they belong, all of them or none.
 
 An update begins with a plan that has passed the slot table, hands out destinations to be filled by whoever holds
-the bytes, and ends with `finish` or `abort`. How it behaves depends on whether the model serves:
+the bytes, and ends with `finish` or `abort`. How it behaves depends on whether forward passes may read the generation
+that it writes:
 
-* Not serving: every tensor goes straight into its rows, halves too; a layer is fused once all parts carry the
-  stamp of one version. Waiting costs nothing.
+* Nobody reads it (it is being staged, or the model does not serve yet): every tensor goes straight into its rows,
+  halves too; a layer is fused once all parts carry the stamp of one stage. Waiting costs nothing.
 * Serving, in place: a half whose partner has not come goes into the fusion cache; the rows change only when all
   parts of the layer are there, between two forward passes. A reader sees the old pair or the new one.
 
@@ -128,6 +129,10 @@ class Weights(NamedTuple):
     fusion: FusionCache
     gate: Gate
     clock: Callable[[], float]
+    stage: int
+    """In which the tensors find one another."""
+    in_place: bool
+    """Whether there is no other generation: then stamps tell which version is newer."""
 
 
 class Update:
@@ -169,16 +174,16 @@ class Update:
         self._buffers, self.expired = cache.reserve(version, waits, self._dtype_waiting, counted_on)
 
         made = [self._destination(slot, self._buffers.get(slot.index)) for slot in new]
-        self.stages: tuple[tuple[Destination, ...], ...] = (
+        self.rounds: tuple[tuple[Destination, ...], ...] = (
             tuple(destination for destination in made if destination.scale is None),
             tuple(destination for destination in made if destination.scale is not None),
         )
-        """Memory to be filled, one stage after the other: scales have to be there before they are applied."""
+        """Memory to be filled, one round after the other: scales have to be there before they are applied."""
 
     @property
     def destinations(self) -> tuple[Destination, ...]:
-        """All stages' memory."""
-        return tuple(destination for stage in self.stages for destination in stage)
+        """The memory of all rounds."""
+        return tuple(destination for one in self.rounds for destination in one)
 
     @contextlib.contextmanager
     def writing(self, timeout: float) -> Iterator[None]:
@@ -215,7 +220,7 @@ class Update:
         """Everything has been filled and proven: stamp it, and complete the pairs."""
         self._move("writing", "finished")
         generation, cache, version = self._weights.generation, self._weights.fusion, self._version
-        stamp = Stamp(version, self._source, self._weights.clock())
+        stamp = Stamp(version, self._source, self._weights.clock(), self._weights.stage)
         placed = []
         for destination in self.destinations:
             slot = destination.slot
@@ -286,7 +291,7 @@ class Update:
 
     def _refuse_stale(self) -> None:
         stamps, version = self._weights.generation.stamps, self._version
-        if version is None:
+        if version is None or not self._weights.in_place:
             return
         newer = tuple(
             slot.name for slot in self._plan.slots if any(_newer(stamps[index], version) for index in slot.indices)
@@ -314,7 +319,7 @@ class Update:
 
     def _is_whole(self, group: int) -> bool:
         generation = self._weights.generation
-        return all(generation.carries(slot, self._version) for slot in generation.table.groups[group].slots)
+        return all(generation.carries(slot, self._weights.stage) for slot in generation.table.groups[group].slots)
 
 
 def repeats(weights: Weights, plan: LoadPlan, version: int | None) -> tuple[Destination, ...]:
@@ -329,7 +334,7 @@ def repeats(weights: Weights, plan: LoadPlan, version: int | None) -> tuple[Dest
         copy = None
         if slot.group is not None and slot.index in (there := weights.fusion.waiting(version, slot.group)):
             copy = there[slot.index].tensor
-        if copy is not None or weights.generation.carries(slot, version):
+        if copy is not None or weights.generation.carries(slot, weights.stage):
             found.append(_destination(weights.generation, slot, copy))
     return tuple(found)
 
@@ -352,30 +357,76 @@ def _newer(stamp: Stamp | None, version: int) -> bool:
 
 def pending(weights: Weights) -> list[PendingHalf]:
     """Return all halves that wait: those in the cache, and those that lie in their rows beside no partner."""
-    return weights.fusion.pending() + alone(weights.generation)
+    return weights.fusion.pending() + alone(weights.generation, None if weights.in_place else weights.stage)
 
 
-def alone(generation: Generation) -> list[PendingHalf]:
-    """Return the halves that lie in their rows beside no partner. Reads stamps only: any thread may ask."""
+def alone(generation: Generation, stage: int | None = None) -> list[PendingHalf]:
+    """Return the halves that lie in their rows beside no partner. Reads stamps only: any thread may ask.
+
+    Args:
+        generation: Which.
+        stage: Only what this stage has brought counts as being there; None: whatever is there.
+    """
     stamps = generation.stamps
     found = []
     for layer, fusion in generation.table.fusions.items():
-        present = [(slot, stamp) for slot in fusion.slots if (stamp := stamps[slot.index]) is not None]
-        versions = {stamp.version for _, stamp in present}
-        if len(versions) == 1 and len(present) == len(fusion.slots):
+        present = [
+            (slot, stamp)
+            for slot in fusion.slots
+            if (stamp := stamps[slot.index]) is not None and stage in {None, stamp.stage}
+        ]
+        stages = {stamp.stage for _, stamp in present}
+        if len(stages) == 1 and len(present) == len(fusion.slots):
             continue
         for slot, stamp in present:
-            missing = tuple(other.name for other in fusion.slots if not generation.carries(other, stamp.version))
+            missing = tuple(other.name for other in fusion.slots if not generation.carries(other, stamp.stage))
             nbytes = generation.rows(slot).nbytes
             found.append(PendingHalf(stamp.version, layer, slot.name, missing, stamp.at, nbytes, owned=False))
     return found
 
 
+def place_alone(weights: Weights, version: int | None, timeout: float) -> tuple[tuple[int, ...], int]:
+    """Put the halves of a version that wait for partners that will not come beside the partners that are there.
+
+    In place only. Halves that can't be placed without their partner (an fp8 weight to be dequantised) go on waiting.
+
+    Returns:
+        The layers whose pair is whole again by that, and how many bytes were written.
+
+    Raises:
+        TimeoutError: A forward pass did not end in ``timeout`` seconds; nothing was changed.
+    """
+    generation, cache = weights.generation, weights.fusion
+    groups = [
+        group
+        for group, members in enumerate(generation.table.groups)
+        if not members.computed and cache.waiting(version, group)
+    ]
+    if not groups:
+        return (), 0
+    layers, nbytes = [], 0
+    with weights.gate.writing(timeout):
+        for group in groups:
+            members = generation.table.groups[group]
+            waiting = cache.waiting(version, group)
+            stamp = Stamp(version, "carried", weights.clock(), weights.stage)
+            for half in waiting.values():
+                generation.clear(half.slot)
+                generation.rows(half.slot).copy_(half.tensor)
+                nbytes += half.tensor.nbytes
+            for slot in members.slots:
+                generation.stamp(slot, stamp)
+            cache.forget(version, group)
+            if generation.table.fusions.get(members.layer) is members:
+                layers.append(members.layer)
+    return tuple(layers), nbytes
+
+
 def groups_whole(generation: Generation) -> bool:
-    """Whether the parts of each group have come, and have come from one version."""
+    """Whether the parts of each group have come, and have come together."""
     stamps = generation.stamps
     for group in generation.table.groups:
         first = stamps[group.slots[0].index]
-        if first is None or not all(generation.carries(slot, first.version) for slot in group.slots):
+        if first is None or not all(generation.carries(slot, first.stage) for slot in group.slots):
             return False
     return True

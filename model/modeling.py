@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,16 +17,37 @@ from . import decoder
 from .cache import LatentCache
 from .config import DeepseekV2Config
 from .errors import ConflictError, NotReadyError, Offender, WeightsError
+from .finite import NotFinite, not_finite
 from .fusion import ExpiredHalf, FusionCache, PendingHalf
 from .gate import Gate
 from .generation import SAFETENSORS_DTYPES, Generation
-from .loading import Destination, LoadReport, Update, Weights, alone, groups_whole, pending, repeats
+from .loading import Destination, LoadReport, Update, Weights, alone, groups_whole, place_alone, repeats
 from .names import LoadPlan, SlotTable, TensorMeta, names_by_layer
 from .rope import Rope
+from .staging import Carried, Staging, StagingError
 from .weights import ModelWeights
 
 GATE_TIMEOUT = 300.0
 """Seconds that a forward pass waits for an update in place, or the other way round."""
+
+
+class Lease(NamedTuple):
+    """The weights that a request began with, and keeps until it has ended."""
+
+    generation: int
+    """Which one."""
+    version: int | None
+    """What it is called; None is the rolling version."""
+
+
+class Canary(NamedTuple):
+    """What the staged weights make of a few tokens."""
+
+    tokens: tuple[int, ...]
+    """The most likely next tokens after the last one, the best first."""
+    fingerprint: str
+    """A hash of the float32 logits of all positions: alike only for alike weights, on the same kind of machine."""
+    finite: bool
 
 
 class DeepseekV2ForCausalLM:
@@ -35,6 +59,8 @@ class DeepseekV2ForCausalLM:
         dtype: Of the parameters; None: as the config says. e_score_correction_bias stays float32.
         keep_fp8: Whether fp8 weights stay so, with their scales, and are dequantised block by block in the forward
             pass; else they are stored dequantised.
+        generations: Sets of weights in memory. 1: loading changes the weights in place, between forward passes.
+            2: loading fills the one that is not live; see `stage`, `carry`, `commit`.
         fusion_max_bytes: Bound of the halves that wait in copies, in bytes.
         fusion_max_age: Seconds after which a waiting half is given up.
         clock: Tells the time in seconds.
@@ -49,6 +75,7 @@ class DeepseekV2ForCausalLM:
         dtype: torch.dtype | None = None,
         *,
         keep_fp8: bool = True,
+        generations: Literal[1, 2] = 1,
         fusion_max_bytes: int = 2 << 30,
         fusion_max_age: float = 3600.0,
         clock: Callable[[], float] = time.monotonic,
@@ -57,11 +84,13 @@ class DeepseekV2ForCausalLM:
         self.config = config
         self.device = torch.device(device)
         self.table = SlotTable.build(config, None if dtype is None else SAFETENSORS_DTYPES[dtype], keep_fp8=keep_fp8)
-        self.generation = Generation(self.table, self.device)
+        self.staging = Staging([Generation(self.table, self.device) for _ in range(generations)])
         self.fusion = FusionCache(self.table.groups, self.device, fusion_max_bytes, fusion_max_age, clock)
         self.gate = Gate()
-        self._state = Weights(self.generation, self.fusion, self.gate, clock)
-        self._weights = ModelWeights.from_parameters(config, self.generation.parameters)
+        self._clock = clock
+        self._weights = [
+            ModelWeights.from_parameters(config, generation.parameters) for generation in self.staging.generations
+        ]
         self._rope = Rope(config, self.device)
         self._serving = False
         self._untold: list[ExpiredHalf] = []
@@ -70,15 +99,20 @@ class DeepseekV2ForCausalLM:
 
     @property
     def serving(self) -> bool:
-        """Whether every slot is filled and every pair is whole, each from one version."""
+        """Whether it answers: something is live, and (in place) whole at this moment."""
         return self._serving
 
     ready = serving
 
     @property
+    def generation(self) -> Generation:
+        """The generation that answers; before there is one, the one that is being filled."""
+        return self.staging.live or self.staging.staged
+
+    @property
     def dtype(self) -> torch.dtype:
         """The parameters' dtype."""
-        return self._weights.embed_tokens.dtype
+        return self._weights[0].embed_tokens.dtype
 
     def missing_summary(self) -> str:
         """Say how many slots of which layers are missing, and which pairs are not whole."""
@@ -91,6 +125,22 @@ class DeepseekV2ForCausalLM:
         text = f"{count} of {total} slots are missing ({', '.join(parts)})" if count else "all slots are filled"
         broken = sorted({half.layer for half in alone(self.generation)})
         return f"{text}; the pairs of layers {_ranges(broken)} are not whole" if broken else text
+
+    @contextlib.contextmanager
+    def lease(self) -> Iterator[Lease]:
+        """Keep the live weights as they are until the end; others may go live meanwhile.
+
+        Raises:
+            NotReadyError: Nothing is live yet.
+        """
+        taken = self.staging.leases.take()
+        if taken is None:
+            raise NotReadyError(f"the model is not ready: {self.missing_summary()}")
+        index, token = taken
+        try:
+            yield Lease(index, self.staging.generations[index].version)
+        finally:
+            self.staging.leases.end(index, token)
 
     @torch.inference_mode()
     def __call__(self, token_ids: Tensor) -> Tensor:
@@ -106,8 +156,8 @@ class DeepseekV2ForCausalLM:
             NotReadyError: Weights are missing; the message counts them by layer.
         """
         cache = self._cache(token_ids.shape[0], token_ids.shape[1])
-        with self.gate.reading(GATE_TIMEOUT):
-            return self._forward(token_ids, cache)
+        with self.lease() as lease, self.gate.reading(GATE_TIMEOUT):
+            return self._forward(lease.generation, token_ids, cache)
 
     @torch.inference_mode()
     def generate(
@@ -115,14 +165,16 @@ class DeepseekV2ForCausalLM:
         token_ids: Tensor,
         max_new_tokens: int = 24,
         *,
+        lease: Lease | None = None,
         deadline: float | None = None,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> Tensor:
-        """Continue sequences greedily; see `decoder.generate`.
+        """Continue sequences greedily, all with the weights that were live at the beginning; see `decoder.generate`.
 
         Args:
             token_ids: int64 [batch, tokens].
             max_new_tokens: How many to add at most.
+            lease: One that the caller holds, to know the version; None: one of its own.
             deadline: On `time.monotonic`.
             cancelled: Asked before each token.
 
@@ -133,9 +185,13 @@ class DeepseekV2ForCausalLM:
             NotReadyError: Weights are missing.
             TimeoutError: The deadline passed, or it was cancelled.
         """
+        if lease is None:
+            with self.lease() as own:
+                return self.generate(token_ids, max_new_tokens, lease=own, deadline=deadline, cancelled=cancelled)
         cache = self._cache(token_ids.shape[0], token_ids.shape[1] + max_new_tokens)
+        index = lease.generation
         return decoder.generate(
-            lambda new: self._forward(new, cache)[:, -1],
+            lambda new: self._forward(index, new, cache)[:, -1],
             token_ids,
             max_new_tokens=max_new_tokens,
             eos_token_id=self.config.eos_token_id,
@@ -147,11 +203,91 @@ class DeepseekV2ForCausalLM:
     def _cache(self, batch: int, capacity: int) -> LatentCache:
         return LatentCache(self.config, batch, capacity, self.dtype, self.device)
 
-    def _forward(self, token_ids: Tensor, cache: LatentCache) -> Tensor:
-        # An update that failed gives the gate back before it is given up.
-        if not self._serving or self.generation.torn:
+    def _forward(self, index: int, token_ids: Tensor, cache: LatentCache) -> Tensor:
+        # An update in place that failed gives the gate back before it is given up.
+        if not self._serving or (self.staging.in_place and self.generation.torn):
             raise NotReadyError(f"the model is not ready: {self.missing_summary()}")
-        return decoder.forward(self.config, self._weights, self._rope, token_ids, cache)
+        return decoder.forward(self.config, self._weights[index], self._rope, token_ids, cache)
+
+    # ------------------------------------------------------------------------------------- versions
+
+    def stage(self, version: int | None) -> None:
+        """Begin to stage a version; in place, nothing happens. Raises StagingError; see `Staging.begin`."""
+        self.staging.begin(version)
+
+    def carry(self, version: int | None) -> Carried:
+        """The version has brought all that it will: let what is live stand in for the rest.
+
+        Raises:
+            StagingError: Slots are missing, and nothing is live yet; or quantised weights that are stored dequantised
+                came without their scales, or scales without them: no part of these can be carried over.
+            TimeoutError: In place: a forward pass did not end.
+        """
+        stuck = [half for half in self.fusion.pending() if half.version == version]
+        stuck = [half for half in stuck if self.blocked(half.tensor)]
+        if stuck:
+            told = "; ".join(f"{half.tensor} lacks {', '.join(half.missing)}" for half in stuck[:5])
+            raise StagingError(f"{len(stuck)} tensors can't be placed without those that did not come: {told}")
+        if not self.staging.in_place:
+            return self.staging.carry()
+        begin = time.monotonic()
+        layers, nbytes = place_alone(self._state(version), version, GATE_TIMEOUT)
+        if layers or nbytes:
+            self._reconsider()
+        return Carried(0, nbytes, time.monotonic() - begin, layers)
+
+    def blocked(self, tensor: str) -> bool:
+        """Whether a tensor that waits can't be placed before its partners: it has to be computed with them."""
+        group = self.table.slot(tensor).group
+        return group is not None and self.table.groups[group].computed
+
+    def not_finite(self) -> list[NotFinite]:
+        """Return the tensors of the staged version that hold NaN or infinity. In place: of all weights."""
+        slots = self.table.slots.values() if self.staging.in_place else self.staging.brought()
+        return not_finite(self.staging.staged, slots)
+
+    @torch.inference_mode()
+    def canary(self, token_ids: Sequence[int], best: int = 4) -> Canary:
+        """Run a few tokens through the staged weights, which must be complete."""
+        tokens = torch.tensor([list(token_ids)], device=self.device)
+        index = self.staging.generations.index(self.staging.staged)
+        cache = self._cache(1, len(token_ids))
+        with self.gate.reading(GATE_TIMEOUT):
+            logits = decoder.forward(self.config, self._weights[index], self._rope, tokens, cache)[0]
+        leading = logits[-1].topk(min(best, logits.shape[-1])).indices.tolist()
+        raw = logits.cpu().contiguous().numpy().tobytes()
+        return Canary(tuple(leading), hashlib.blake2b(raw, digest_size=8).hexdigest(), bool(logits.isfinite().all()))
+
+    def commit(self, version: int | None) -> int:
+        """Make the staged version live; it must be complete. Returns how many leases the one before still has."""
+        if self.staging.in_place:
+            self.generation.version = version
+            self.staging.end(version)
+            return 0
+        self._untold += self.fusion.drop(version)
+        held = self.staging.flip()
+        self._serving = True
+        return held
+
+    def rollback(self) -> int:
+        """Make the version before live again, byte for byte. Returns how many leases the other still has.
+
+        Raises:
+            StagingError: It is not there any more.
+        """
+        if self.staging.in_place:
+            raise StagingError("there is one generation only: a version that is applied in place can't be taken back")
+        return self.staging.flip_back()
+
+    def drop_version(self, version: int | None) -> tuple[ExpiredHalf, ...]:
+        """Give up what a version has staged, and its waiting halves; what is live is not touched."""
+        if not self.staging.in_place and self.staging.is_open and self.staging.version == version:
+            self.staging.drop()
+        return self.fusion.drop(version)
+
+    def forget_numbers(self) -> None:
+        """A trainer counts anew: whatever it sends now is newer than what is there."""
+        self.staging.forget_numbers()
 
     # ------------------------------------------------------------------------------------- loading
 
@@ -180,8 +316,10 @@ class DeepseekV2ForCausalLM:
         pairs = list(pairs)
         tensors = dict(pairs)
         plan = self._plan(pairs)
+        if not self.staging.in_place and not self.staging.is_open:
+            self.stage(version)
         if version is not None:
-            self._refuse_changes(repeats(self._state, plan, version), version, pairs, tensors)
+            self._refuse_changes(repeats(self._state(version), plan, version), version, pairs, tensors)
         update = self.begin(plan, version, source)
         try:
             with update.writing(GATE_TIMEOUT):
@@ -195,7 +333,8 @@ class DeepseekV2ForCausalLM:
 
     def begin(self, plan: LoadPlan, version: int | None, source: str) -> Update:
         """Begin an update; end it by `finish` or `abort`. See `Update` for what it raises."""
-        return Update(self._state, plan, version, source, serving=self._serving)
+        serving = self._serving and self.staging.in_place
+        return Update(self._state(version), plan, version, source, serving=serving)
 
     def finish(self, update: Update) -> LoadReport:
         """End an update whose destinations have been filled, within its `writing`."""
@@ -212,20 +351,41 @@ class DeepseekV2ForCausalLM:
     def sweep(self) -> tuple[ExpiredHalf, ...]:
         """Give up the halves that have waited too long; return them with those that no report has told."""
         untold, self._untold = tuple(self._untold), []
-        return (*untold, *self.fusion.expire())
+        return (*untold, *self.fusion.expire(), *self._expire_staged())
 
-    def drop_version(self, version: int) -> tuple[ExpiredHalf, ...]:
-        """Give up the halves of a version that another has superseded."""
-        return self.fusion.drop(version)
+    def _expire_staged(self) -> tuple[ExpiredHalf, ...]:
+        """The rolling version's halves that lie in staged rows: it goes live only once none waits, so none may stay.
+
+        A numbered version may well bring one half only; it ends by its manifest.
+        """
+        staging = self.staging
+        if staging.in_place or not staging.is_open or staging.version is not None or staging.live is None:
+            return ()
+        limit = self._clock() - self.fusion.max_age
+        old = [half for half in alone(staging.staged, staging.stage) if half.since <= limit]
+        staging.undo([self.table.slots[half.tensor] for half in old])
+        return tuple(ExpiredHalf(None, half.layer, half.tensor, half.since, half.nbytes, "age") for half in old)
 
     def pending(self) -> tuple[PendingHalf, ...]:
         """Return all halves that wait. For the thread that loads."""
-        return tuple(pending(self._state))
+        staging = self.staging
+        rows = alone(staging.staged, None if staging.in_place else staging.stage)
+        return (*self.fusion.pending(), *rows)
+
+    def _state(self, version: int | None) -> Weights:
+        staging = self.staging
+        return Weights(
+            staging.staged, self.fusion, self.gate, self._clock, staging.of(version), in_place=staging.in_place
+        )
 
     def _reconsider(self) -> None:
-        filled = self.generation.filled == len(self.table.slots)
-        self._serving = filled and groups_whole(self.generation)
-        self.generation.torn = False  # last: a forward pass may look at both at any time
+        """After an update in place: does the model answer? With two generations, only a commit changes that."""
+        staged = self.staging.staged
+        if self.staging.in_place:
+            self._serving = staged.filled == len(self.table.slots) and groups_whole(staged)
+            if self._serving and self.staging.live is None:
+                self.staging.leases.flip(0)
+        staged.torn = False  # last: a forward pass may look at both at any time
 
     def _plan(self, pairs: list[tuple[str, Tensor]]) -> LoadPlan:
         """Check all tensors, also those whose name comes again in the same call."""

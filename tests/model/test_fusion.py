@@ -352,7 +352,7 @@ class Histories(RuleBasedStateMachine):
         for version, layer in waiting:
             if version is not None:
                 parts = self.table.fusions[layer].slots
-                assert not any(self.model.generation.carries(part, version) for part in parts)
+                assert not any(self.model.generation.carries(part, self.model.staging.of(version)) for part in parts)
 
     @invariant()
     def accounted(self) -> None:
@@ -360,7 +360,7 @@ class Histories(RuleBasedStateMachine):
         waiting = {Sent(half.version, half.tensor) for half in self.model.pending()}
         for sent, was in list(self.where.items()):
             slot = self.table.slots[sent.name]
-            if self.model.generation.carries(slot, sent.version):
+            if self.model.generation.carries(slot, self.model.staging.of(sent.version)):
                 self.where[sent] = "placed"
             elif sent in waiting:
                 self.where[sent] = "waiting"
@@ -374,7 +374,7 @@ class Histories(RuleBasedStateMachine):
             pytest.fail("the newest version is refused")
         assert self.model.ready
         for slot in self.table.slots.values():
-            assert self.model.generation.carries(slot, 6)
+            assert self.model.generation.carries(slot, self.model.staging.of(6))
             assert self.model.generation.rows(slot).view(torch.uint8).equal(self.expected(6, 0, slot).view(torch.uint8))
         self.accounted()
         self.counts_agree()

@@ -69,11 +69,11 @@ def test_bytes_and_rows_are_the_same_memory(generation: Generation) -> None:
 def test_stamps_are_counted_once(generation: Generation) -> None:
     slot = generation.table.slots["model.norm.weight"]
     assert len(generation.missing()) == len(generation.table.slots)
-    for version in (1, 2):
-        generation.stamp(slot, Stamp(version, "shard", 0.0))
+    for stage in (1, 2):
+        generation.stamp(slot, Stamp(None, "shard", 0.0, stage))
         assert generation.filled == 1
-        assert generation.carries(slot, version)
-        assert not generation.carries(slot, None)
+        assert generation.carries(slot, stage)
+        assert not generation.carries(slot, 3)
     assert slot not in generation.missing()
     for _ in range(2):
         generation.clear(slot)
@@ -86,11 +86,11 @@ def test_a_stack_is_whole_when_all_its_slots_are_of_one_version(generation: Gene
     stack = generation.table.stacks[STACK]
     parts = [slot for slot in generation.table.slots.values() if slot.index in stack.indices]
     assert len(parts) == 4
-    generation.stamp(stack, Stamp(1, "shard", 0.0))
+    generation.stamp(stack, Stamp(None, "shard", 0.0, 1))
     assert generation.filled == 4
     assert generation.carries(stack, 1)
     for part in parts:
-        generation.stamp(part, Stamp(2, "shard", 0.0))
+        generation.stamp(part, Stamp(None, "shard", 0.0, 2))
         assert not generation.carries(stack, 1)
         assert generation.carries(stack, 2) is (part is parts[-1])
     generation.clear(parts[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -138,10 +139,8 @@ def test_rms_norm_works_in_float32() -> None:
 def test_eos_ends_each_sequence_and_pads_the_others(model: DeepseekV2ForCausalLM, values: dict[str, Tensor]) -> None:
     free = model.generate(values["ids.a"], max_new_tokens=24)[0, 12:].tolist()
     stop = free[3]
-    ending = DeepseekV2ForCausalLM(model.config.replace(eos_token_id=(stop,)), dtype=torch.float32)
-    for name, parameter in model.generation.parameters.items():
-        ending.generation.parameters[name].copy_(parameter)
-    ending._serving = True
+    ending = copy.copy(model)
+    ending.config = model.config.replace(eos_token_id=(stop,))
     found = ending.generate(values["ids.a"].repeat(2, 1), max_new_tokens=24)[:, 12:].tolist()
 
     assert found == [free[: free.index(stop) + 1]] * 2
