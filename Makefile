@@ -38,6 +38,7 @@ bench: $(STAMP) ## benchmarks; prints ratios to a memcpy measured in the same ru
 	$(BIN)/python benchmarks/folder.py
 	$(BIN)/python benchmarks/names.py
 	$(BIN)/python benchmarks/widths.py
+	$(BIN)/python benchmarks/versions.py
 
 clean: ## remove everything that these targets made, .venv too
 	rm -rf $(VENV) build dist run *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis benchmarks/results

@@ -52,6 +52,7 @@ class Daemon:
     """A running daemon and the folder that it lives in."""
 
     root: Path
+    pid: int
 
     @property
     def shards(self) -> Path:
@@ -76,7 +77,7 @@ def daemon(config: Mapping[str, object], *, where: str | None = None) -> Iterato
             env=os.environ | {"GLIBC_TUNABLES": TUNABLES},
         )
         try:
-            running = Daemon(root)
+            running = Daemon(root, process.pid)
             deadline = time.monotonic() + START_TIMEOUT
             while True:
                 try:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
+import structlog
 import torch
 import zmq
 
@@ -16,18 +17,24 @@ from fusewire.model import DeepseekV2Config, DeepseekV2ForCausalLM, SlotTable
 
 from . import endpoints, wire
 from .checkpoint import shards_of
+from .errors import StartError
 from .generator import Generation, Generator
 from .ledger import Ledger
 from .loader import Loader
 from .mailbox import Mailbox
+from .memory import available_bytes
 from .metrics import Metrics
 from .progress import Coverage
 from .publisher import Publisher
+from .retention import Retention
+from .roster import Policy
 from .router import Router
 from .settings import Settings
 from .sources.folder import FolderSource, PathHint, ScanResult
 from .sources.socket import SocketSource
-from .stimuli import Expired, ShardStimulus
+from .stimuli import Stimulus
+
+log = structlog.get_logger()
 
 CONTROL_HIGH_WATER = 64
 """Control requests that may queue per client."""
@@ -39,7 +46,11 @@ class Signalled(NamedTuple):
     number: int
 
 
-Letter: TypeAlias = PathHint | ScanResult | ShardStimulus | Expired | Generation | Signalled
+class Idle(NamedTuple):
+    """The last request on a generation that is not live has ended."""
+
+
+Letter: TypeAlias = PathHint | ScanResult | Stimulus | Generation | Signalled | Idle
 """What other threads and signal handlers put into the reactor's mailbox."""
 
 
@@ -63,10 +74,15 @@ class Parts:
     """Shards of the base checkpoint."""
     close: Callable[[], None]
     """Give back sockets, ports and file descriptors; threads must have been stopped."""
+    retention: Retention | None
+    memory_note: str = ""
+    """Why there is one generation only, if two were wanted."""
 
     def notes(self) -> tuple[str, ...]:
         """Return what an operator should know of how the daemon had to set itself up."""
-        return self.folder.notes() if self.folder is not None else ()
+        notes = self.folder.notes() if self.folder is not None else ()
+        notes += self.retention.notes() if self.retention is not None else ()
+        return (self.memory_note, *notes) if self.memory_note else notes
 
 
 def assemble(settings: Settings) -> Parts:
@@ -104,7 +120,11 @@ def assemble(settings: Settings) -> Parts:
         folder = None
         if settings.folder.enabled:
             folder = FolderSource(settings.folder, mailbox.put)
-        model = _model(config, settings)
+        model, memory_note = _model(config, settings)
+        model.staging.leases.on_idle = lambda _: mailbox.put(Idle())
+        retention = None
+        if folder is not None and settings.versions.retention != "keep":
+            retention = Retention(settings.versions, folder.root)
         return Parts(
             boot=boot,
             mailbox=mailbox,
@@ -119,10 +139,18 @@ def assemble(settings: Settings) -> Parts:
                 coverage_of(model.table, config.num_hidden_layers),
                 held_limit=settings.socket.in_flight_bytes,
                 known_limit=settings.limits.known_shards,
+                policy=policy_of(settings),
             ),
             loader=Loader(model, settings, mailbox.put),
-            generator=Generator(model, settings.control.generate_queue, mailbox.put),
+            generator=Generator(
+                model,
+                settings.control.generate_queue,
+                mailbox.put,
+                lease_seconds=settings.versions.lease_seconds,
+            ),
             checkpoint=checkpoint,
+            retention=retention,
+            memory_note=memory_note,
             close=undo.pop_all().close,
         )
 
@@ -134,18 +162,41 @@ def coverage_of(table: SlotTable, layers: int) -> Coverage:
         layer_of=tuple(slot.layer for slot in slots),
         fusions={layer: tuple(slot.index for slot in fusion.slots) for layer, fusion in table.fusions.items()},
         layers=layers,
+        names=tuple(slot.name for slot in slots),
     )
 
 
-def _model(config: DeepseekV2Config, settings: Settings) -> DeepseekV2ForCausalLM:
+def policy_of(settings: Settings) -> Policy:
+    """Put the settings that versions depend on into the ledger's terms."""
+    return Policy(automatic=settings.versions.commit == "auto", stale_after=settings.versions.stale_after)
+
+
+def _model(config: DeepseekV2Config, settings: Settings) -> tuple[DeepseekV2ForCausalLM, str]:
+    """Build the model; with one generation and a note if two do not fit."""
     if settings.model.threads:
         torch.set_num_threads(settings.model.threads)
-    dtype = settings.model.dtype
-    return DeepseekV2ForCausalLM(
+    wrong = [token for token in settings.versions.canary if token >= config.vocab_size]
+    if wrong:
+        raise StartError(f"versions.canary: token {wrong[0]} is outside of the vocabulary of {config.vocab_size}")
+    dtype = None if settings.model.dtype == "checkpoint" else getattr(torch, settings.model.dtype)
+    keep_fp8, generations, note = settings.model.fp8 == "keep", settings.model.generations, ""
+    if generations == 2:  # noqa: PLR2004 - or one
+        wanted = 2 * DeepseekV2ForCausalLM.nbytes(config, dtype, keep_fp8=keep_fp8)
+        there = available_bytes(settings.model.device)
+        if there is not None and wanted > there:
+            generations = 1
+            note = (
+                f"model.generations = 2 needs {wanted} bytes, {there} are free on {settings.model.device}: weights are "
+                "updated in place, without staging, verification and rollback"
+            )
+            log.warning("model.in_place", reason=note)
+    model = DeepseekV2ForCausalLM(
         config,
         device=settings.model.device,
-        dtype=None if dtype == "checkpoint" else getattr(torch, dtype),
-        keep_fp8=settings.model.fp8 == "keep",
+        dtype=dtype,
+        keep_fp8=keep_fp8,
+        generations=generations,
         fusion_max_bytes=settings.fusion.max_bytes,
         fusion_max_age=settings.fusion.max_age,
     )
+    return model, note

@@ -67,13 +67,23 @@ def push(
         Optional[int],  # noqa: UP045 - typer reads it at run time
         typer.Option("--version", "-v", help="The trainer's step; without it, the rolling version.", min=0),
     ] = None,
+    commit: Annotated[
+        bool, typer.Option("--commit", help="Say afterwards that the version is all there; the rest is carried over.")
+    ] = False,
+    trainer_run: Annotated[
+        Optional[str],  # noqa: UP045 - typer reads it at run time
+        typer.Option("--run", help="The trainer's incarnation; a new one restarts the numbering.", metavar="NAME"),
+    ] = None,
     config: Config = Path(DEFAULT_CONFIG),
     endpoint: Endpoint = None,
     timeout: Timeout = 60.0,
 ) -> None:
-    """Send shards to the daemon and print each answer. Exit code 1 if any was rejected."""
+    """Send shards to the daemon and print each answer. Exit code 1 if any was not taken."""
+    if commit and version is None:
+        raise typer.BadParameter("--commit needs --version: shards without one go live by themselves")
     good = True
-    with client.Trainer(_endpoint(endpoint, config, lambda s: s.socket.endpoint), timeout) as trainer:
+    where = _endpoint(endpoint, config, lambda s: s.socket.endpoint)
+    with client.Trainer(where, timeout, run=trainer_run, digest=True) as trainer:
         for file in files:
             try:
                 answers = trainer.push_file(file, version=version)
@@ -85,6 +95,10 @@ def push(
             for answer in answers:
                 out.print(render.answer_line(answer))
             good = good and answers[-1].status in {"applied", "accepted"}
+        if commit and good and version is not None:
+            told = trainer.commit(version)
+            out.print(render.order_line(told.status, told.detail))
+            good = told.status != "rejected"
     raise typer.Exit(0 if good else 1)
 
 
@@ -129,6 +143,49 @@ def pending(
     """Print the halves that wait for their partner, and what they lack."""
     with _control(endpoint, config, timeout) as control:
         _emit(control.pending(), render.pending_view, as_json)
+
+
+@app.command(epilog="Example: fusewire versions --json | jq .live")
+def versions(
+    config: Config = Path(DEFAULT_CONFIG), endpoint: Endpoint = None, as_json: Json = False, timeout: Timeout = 10.0
+) -> None:
+    """Print every version that is open, live, retired or has ended, and what keeps the open ones from going live."""
+    with _control(endpoint, config, timeout) as control:
+        _emit(control.versions(), render.versions_view, as_json)
+
+
+Which = Annotated[
+    Optional[int],  # noqa: UP045 - typer reads it at run time
+    typer.Argument(help="Which version; default: the one that is being staged.", metavar="[VERSION]", min=0),
+]
+
+
+@app.command(epilog="Example: fusewire commit 42")
+def commit(
+    version: Which = None, config: Config = Path(DEFAULT_CONFIG), endpoint: Endpoint = None, timeout: Timeout = 60.0
+) -> None:
+    """Let a version go live: a verified one at once, an open one as soon as what has come of it is in place.
+
+    What it did not bring is carried over from the live version.
+    """
+    with _control(endpoint, config, timeout) as control:
+        out.print(render.order_line("done", control.commit(version)))
+
+
+@app.command(epilog="Example: fusewire rollback")
+def rollback(config: Config = Path(DEFAULT_CONFIG), endpoint: Endpoint = None, timeout: Timeout = 60.0) -> None:
+    """Make the version before live again, byte for byte. Possible until a newer version's first shard."""
+    with _control(endpoint, config, timeout) as control:
+        out.print(render.order_line("done", control.rollback()))
+
+
+@app.command(epilog="Example: fusewire abort 42")
+def abort(
+    version: Which = None, config: Config = Path(DEFAULT_CONFIG), endpoint: Endpoint = None, timeout: Timeout = 10.0
+) -> None:
+    """Give up a version that is not live; what is live is not touched."""
+    with _control(endpoint, config, timeout) as control:
+        out.print(render.order_line("done", control.abort(version)))
 
 
 @app.command(epilog="Example: fusewire generate 12 7 80 --max-new-tokens 8")

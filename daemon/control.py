@@ -6,15 +6,19 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Literal, assert_never
+from typing import Any, Literal
 
 from . import events, reports, wire
 from .assembly import Parts
 from .errors import ProtocolError, printable
 from .router import Envelope
+from .stimuli import Ordered, Stimulus
 
 THROUGHPUT_WINDOW = 60.0
 """Seconds over which the throughput is averaged."""
+
+UNANSWERED = 1000
+"""Orders that may wait for their answer; the oldest beyond get none."""
 
 Phase = Literal["starting", "serving", "stopping"]
 
@@ -26,14 +30,21 @@ class Control:
         parts: The daemon's parts.
         model_line: What the model is, for people.
         phase: Tells where the daemon is in its life.
+        feed: Takes orders for the ledger.
     """
 
-    def __init__(self, parts: Parts, model_line: str, phase: Callable[[], Phase]) -> None:
+    def __init__(
+        self, parts: Parts, model_line: str, phase: Callable[[], Phase], feed: Callable[[Stimulus], None]
+    ) -> None:
+        self._feed = feed
+        self._orders: dict[str, Envelope] = {}
+        self._count = 0
         self._parts = parts
         self._model_line = model_line
         self._phase = phase
         self._started = time.monotonic()
         self._epoch = time.time() - time.monotonic()
+        self._replies = self._table()
         self._recent: deque[tuple[float, int, float]] = deque()
 
     def note(self, applied: events.ShardApplied) -> None:
@@ -73,28 +84,66 @@ class Control:
         return failures
 
     def _reply(self, asked: wire.ControlRequest, envelope: Envelope) -> wire.ControlReply | None:
-        """Return the reply, or None if it comes later from another thread."""
-        parts, now = self._parts, time.monotonic()
-        match asked:
-            case wire.GetStatus():
-                return self._status(now)
-            case wire.GetSnapshot():
-                return reports.snapshot(
-                    parts.ledger, boot=parts.boot, seq=parts.publisher.seq, now=now, epoch=self._epoch
-                )
-            case wire.GetReplay():
-                return parts.publisher.replay(asked.since)
-            case wire.GetPending():
-                return wire.Pending(pending=reports.pending(parts.ledger, now))
-            case wire.Generate():
-                return parts.generator.submit(envelope, asked, parts.ledger.versions.live)
-            case _:
-                assert_never(asked)
+        """Return the reply, or None if it comes later, from another thread or from the ledger."""
+        return self._replies[type(asked)](asked, envelope)
+
+    def _table(self) -> dict[type[wire.ControlRequest], Callable[[Any, Envelope], wire.ControlReply | None]]:
+        """Request -> how it is answered; a test compares it with the protocol's list of them."""
+        parts = self._parts
+        return {
+            wire.GetStatus: lambda *_: self._status(time.monotonic()),
+            wire.GetSnapshot: lambda *_: reports.snapshot(
+                parts.ledger, boot=parts.boot, seq=parts.publisher.seq, now=time.monotonic(), epoch=self._epoch
+            ),
+            wire.GetReplay: lambda asked, _: parts.publisher.replay(asked.since),
+            wire.GetPending: lambda *_: wire.Pending(pending=reports.pending(parts.ledger, time.monotonic())),
+            wire.GetVersions: lambda *_: wire.VersionList(
+                live=parts.ledger.versions.live,
+                staging_waits=self._staging_waits(),
+                versions=reports.versions(parts.ledger, time.monotonic()),
+            ),
+            wire.CommitVersion: lambda asked, envelope: self._order(envelope, "commit", asked.version),
+            wire.AbortVersion: lambda asked, envelope: self._order(envelope, "abort", asked.version),
+            wire.RollbackVersion: lambda _, envelope: self._order(envelope, "rollback", None),
+            wire.Generate: lambda asked, envelope: parts.generator.submit(envelope, asked),
+        }
+
+    def settle(self, ticket: str, failure: str, detail: str) -> None:
+        """Answer an order."""
+        envelope = self._orders.pop(ticket, None)
+        if envelope is not None:
+            reply = wire.Failed(error=failure) if failure else wire.Done(detail=detail)
+            self._parts.control.reply(envelope, reply)
+
+    def _order(self, envelope: Envelope, order: Literal["commit", "rollback", "abort"], version: int | None) -> None:
+        """Pass an order on; its answer comes by `settle`."""
+        self._count += 1
+        ticket = f"control:{self._count}"
+        self._orders[ticket] = envelope
+        while len(self._orders) > UNANSWERED:
+            self._orders.pop(next(iter(self._orders)))
+        self._feed(Ordered(now=time.monotonic(), ticket=ticket, order=order, version=version))
+
+    def _staging_waits(self) -> str:
+        """Say why nothing new can be staged; with the oldest lease, if it is for one."""
+        versions = self._parts.ledger.versions
+        why = versions.why_waiting()
+        if versions.leased and versions.staged is None:
+            held = self._parts.model.staging.staged_leases()
+            why = (
+                f"{held.leases} requests still read the weights of the version before, the oldest for {held.age:.1f} s"
+            )
+        return why
+
+    def _mode(self) -> str:
+        if self._parts.model.staging.in_place:
+            return "in place: one generation, updated between forward passes"
+        return "two generations: one live, one staged"
 
     def _status(self, now: float) -> wire.Status:
         parts, ledger = self._parts, self._parts.ledger
         phase = self._phase()
-        counters = dict(ledger.counters)
+        counters = ledger.counters | ledger.rollout.counters
         counters["events"] = parts.publisher.seq
         counters["replies_undeliverable"] = parts.control.unreachable
         if parts.ingest is not None:
@@ -105,9 +154,11 @@ class Control:
             state=phase if phase != "serving" else "ready" if ledger.versions.ready else "not_ready",
             uptime=now - self._started,
             model=self._model_line,
-            mode="in place: one generation, updated between forward passes",
+            mode=self._mode(),
             version=ledger.versions.live,
-            versions=reports.versions(ledger),
+            versions=reports.versions(ledger, now),
+            run=ledger.versions.run,
+            staging_waits=self._staging_waits(),
             slots_filled=ledger.filled,
             slots_total=len(ledger.versions.coverage.layer_of),
             layers=reports.layers(ledger),

@@ -15,11 +15,13 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
+import xxhash
 
-from fusewire.model import TORCH_DTYPES, Destination
+from fusewire.model import TORCH_DTYPES, Destination, all_finite
 
 from .errors import Reason, ShardRejected
 from .payload import Payload
+from .shard import TensorEntry
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
@@ -98,6 +100,28 @@ class Copier:
         ]
         return tuple(dict.fromkeys(differing))
 
+    def search(self, payload: Payload, entries: Sequence[TensorEntry]) -> tuple[str, ...]:
+        """Return the names of the tensors that hold NaN or infinity.
+
+        Raises:
+            ShardRejected: The payload could not be read.
+        """
+        found = []
+        for entry in entries:
+            for start in range(entry.start, entry.stop, CAST_BYTES):
+                block = self._read(payload, start, min(CAST_BYTES, entry.stop - start))
+                if not all_finite(torch.from_numpy(block).view(TORCH_DTYPES[entry.dtype])):
+                    found.append(entry.name)
+                    break
+        return tuple(found)
+
+    def digest(self, payload: Payload) -> str:
+        """Return the xxh3-128 of the data section, as 32 hexadecimal digits."""
+        made = xxhash.xxh3_128()
+        for start in range(0, payload.header.nbytes, CAST_BYTES):
+            made.update(self._read(payload, start, min(CAST_BYTES, payload.header.nbytes - start)).data)
+        return made.hexdigest()
+
     def cancel(self) -> None:
         """Give up what is being copied at the next block: the daemon is stopping. For any thread."""
         self._cancelled.set()
@@ -133,9 +157,13 @@ class Copier:
 
     def _values(self, payload: Payload, block: _Block) -> torch.Tensor:
         """Read a block into this thread's buffer; valid until the next block."""
-        buffer = self._buffer(block.nbytes)
-        payload.read_into(block.source, buffer)
-        return torch.from_numpy(buffer).view(TORCH_DTYPES[block.copy.dtype])
+        return torch.from_numpy(self._read(payload, block.source, block.nbytes)).view(TORCH_DTYPES[block.copy.dtype])
+
+    def _read(self, payload: Payload, start: int, nbytes: int) -> Bytes:
+        buffer = self._buffer(nbytes)
+        payload.read_into(start, buffer)
+        self._progress(0)
+        return buffer
 
     def _buffer(self, nbytes: int) -> Bytes:
         buffer: Bytes | None = getattr(self._local, "buffer", None)

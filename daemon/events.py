@@ -55,11 +55,56 @@ class LayerLoaded(_LayerEvent, frozen=True, kw_only=True, tag="layer.loaded"):
 
 
 class VersionComplete(Event, frozen=True, kw_only=True, tag="version.complete"):
-    """Every slot of the model has been filled by this version."""
+    """All that the version brings is in place: every slot of the model, or what its index or its commit named."""
+
+    cause: str = ""
+    """``coverage``, ``index``, ``commit`` or ``STABLE``."""
+
+
+class VersionIncomplete(Event, frozen=True, kw_only=True, tag="version.incomplete"):
+    """The version can't go live as it is, though it should have been complete, or though it has stopped growing."""
+
+    missing: tuple[str, ...]
+    """Names of tensors, the first hundred."""
+    missing_count: int
+    cause: str
+    """``index``, ``commit`` or ``STABLE``: what said that it was complete. ``stalled``: it has stopped growing."""
+
+
+class VersionVerified(Event, frozen=True, kw_only=True, tag="version.verified"):
+    """Its weights are finite, and the canary has run on them."""
+
+    carried: int
+    """Slots that were carried over from the live version, since their bytes differed; ``carried_bytes``: of those."""
+    carried_bytes: int
+    tokens: tuple[int, ...] = ()
+    """What the canary's prompt would go on with, the most likely first; empty without a canary."""
+    fingerprint: str = ""
+    """A hash of the canary's logits: alike only for alike weights, on the same kind of machine."""
+    seconds: float
 
 
 class VersionLive(Event, frozen=True, kw_only=True, tag="version.live"):
     """The model answers with this version from the next forward pass on."""
+
+
+class VersionRolledBack(Event, frozen=True, kw_only=True, tag="version.rolled_back"):
+    """``version`` is live again, byte for byte as it was."""
+
+    previous: int | None
+    """The version that it takes the place of."""
+
+
+class VersionAborted(Event, frozen=True, kw_only=True, tag="version.aborted"):
+    """The version was given up, by order or because it was not fit; what is live was not touched."""
+
+    cause: str
+
+
+class VersionSuperseded(Event, frozen=True, kw_only=True, tag="version.superseded"):
+    """The version was given up before it was live, for a newer one; what is live was not touched."""
+
+    cause: str
 
 
 class ModelReady(Event, frozen=True, kw_only=True, tag="model.ready"):
@@ -115,7 +160,12 @@ AnyEvent = (
     LayerFused
     | LayerLoaded
     | VersionComplete
+    | VersionIncomplete
+    | VersionVerified
     | VersionLive
+    | VersionRolledBack
+    | VersionAborted
+    | VersionSuperseded
     | ModelReady
     | ShardApplied
     | ShardRefused

@@ -30,7 +30,6 @@ class _Job(NamedTuple):
     envelope: Envelope
     request: wire.Generate
     deadline: float
-    version: int | None
 
 
 class Generator:
@@ -39,11 +38,20 @@ class Generator:
     Args:
         model: The resident model.
         waiting: Requests that may wait; one more is refused at once.
+        lease_seconds: Longest time for which one request may keep the weights that it began with.
         sink: Takes each answer; must not block.
     """
 
-    def __init__(self, model: DeepseekV2ForCausalLM, waiting: int, sink: Callable[[Generation], None]) -> None:
+    def __init__(
+        self,
+        model: DeepseekV2ForCausalLM,
+        waiting: int,
+        sink: Callable[[Generation], None],
+        *,
+        lease_seconds: float,
+    ) -> None:
         self._model = model
+        self._lease_seconds = lease_seconds
         self._sink = sink
         self._jobs: queue.Queue[_Job | None] = queue.Queue(waiting)
         self._stopping = threading.Event()
@@ -53,13 +61,13 @@ class Generator:
         """Begin to answer."""
         self._thread.start()
 
-    def submit(self, envelope: Envelope, request: wire.Generate, version: int | None) -> wire.Failed | None:
+    def submit(self, envelope: Envelope, request: wire.Generate) -> wire.Failed | None:
         """Queue a request; its answer comes through the sink. Returns a refusal when that can't be done."""
         refusal = self._refusal(request)
         if refusal is not None:
             return refusal
         try:
-            self._jobs.put_nowait(_Job(envelope, request, time.monotonic() + request.timeout, version))
+            self._jobs.put_nowait(_Job(envelope, request, time.monotonic() + request.timeout))
         except queue.Full:
             return wire.Failed(
                 error=f"{self._jobs.maxsize} generate requests are waiting already (control.generate_queue): "
@@ -106,17 +114,26 @@ class Generator:
     def _answer(self, job: _Job) -> wire.Generated | wire.Failed:
         begin = time.monotonic()
         prompt = torch.tensor([job.request.token_ids], device=self._model.device)
+        last = begin + self._lease_seconds
         try:
-            tokens = self._model.generate(
-                prompt,
-                max_new_tokens=job.request.max_new_tokens,
-                deadline=job.deadline,
-                cancelled=self._stopping.is_set,
-            )
-        except (NotReadyError, TimeoutError) as error:
+            with self._model.lease() as lease:
+                tokens = self._model.generate(
+                    prompt,
+                    max_new_tokens=job.request.max_new_tokens,
+                    lease=lease,
+                    deadline=min(job.deadline, last),
+                    cancelled=self._stopping.is_set,
+                )
+        except NotReadyError as error:
             return wire.Failed(error=str(error))
+        except TimeoutError as error:
+            told = str(error)
+            if last < job.deadline and time.monotonic() > last:
+                told += f"; no request may keep its weights for longer than {self._lease_seconds:g} s"
+                told += " (versions.lease_seconds)"
+            return wire.Failed(error=told)
         except Exception as error:
             log.exception("generate.defect")
             return wire.Failed(error=f"internal error: {type(error).__name__}: {error}")
         new = tokens[0, prompt.shape[1] :].tolist()
-        return wire.Generated(token_ids=tuple(new), version=job.version, seconds=time.monotonic() - begin)
+        return wire.Generated(token_ids=tuple(new), version=lease.version, seconds=time.monotonic() - begin)

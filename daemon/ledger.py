@@ -1,6 +1,6 @@
 """The ledger: what has come, what is waiting, and what is to be done next.
 
-Two rules. Everything that decides the fate of a shard lives in this file (and, of versions, in `progress`).
+Two rules. Everything that decides the fate of a shard lives in this file (and, of versions, in `rollout`).
 And it knows no clock, no path, no socket and no tensor: stimuli come in, each with the time at which it
 happened; instructions go out, and the service is the one place that turns them into I/O. Failure of outside
 work is a stimulus like any other.
@@ -9,9 +9,11 @@ The life of one shard is the table `TRANSITIONS` at the end of the file: for eac
 to take. What the table lacks cannot happen, short of a defect of ours::
 
     queued -> inspecting -> placing -> applied
-       ^          |            |
-       |          v            v
-       +------ deferred     rejected       deferred: it is still being written, or changed while it was read
+       ^       |      |        |
+       |       v      v        v
+       +-- deferred  waiting  rejected     deferred: it is still being written, or changed while it was read
+       ^                |                  waiting: for its version's turn to be staged
+       +----------------+
 
 A shard is *inspected* (opened, its header checked against the slot table, nothing copied) before the ledger
 decides whether it may be *placed*: a stale version never touches the model.
@@ -21,32 +23,40 @@ from __future__ import annotations
 
 import enum
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from . import events, wire
 from .errors import Reason, printable
-from .progress import Coverage, Versions
+from .progress import Coverage
+from .rollout import Rollout
+from .roster import Policy, Verdict, Versions
 from .stimuli import (
-    DropVersion,
+    Committed,
+    Compare,
     Expired,
+    Freed,
     Gone,
     Inspect,
     Inspected,
     Instruction,
+    Listed,
     NotReady,
+    Ordered,
     Place,
     Placed,
     Publish,
     Refused,
     Release,
     Reply,
+    RolledBack,
     Seen,
     ShardStimulus,
     Stimulus,
     Stop,
     Tick,
+    Verified,
 )
 
 IN_FLIGHT = 2
@@ -65,6 +75,7 @@ class State(enum.StrEnum):
     QUEUED = "queued"
     INSPECTING = "inspecting"
     DEFERRED = "deferred"
+    WAITING = "waiting"
     PLACING = "placing"
     APPLIED = "applied"
     REJECTED = "rejected"
@@ -95,6 +106,8 @@ class Shard:
     again: Seen | None = None
     """It was seen anew while it was being worked on."""
     gone: bool = False
+    claimed: int | None = None
+    """The version that its folder or its message names, before it has been looked into."""
     version: int | None = None
     slots: tuple[int, ...] = ()
     skipped: int = 0
@@ -108,12 +121,14 @@ class Ledger:
         coverage: The model in numbers.
         held_limit: Bytes of shards that clients may have in our memory; one more is answered ``busy``.
         known_limit: Finished shards that are remembered, so that seeing them again does nothing.
+        policy: When a version goes live, and when it counts as stalled.
     """
 
-    def __init__(self, coverage: Coverage, *, held_limit: int, known_limit: int) -> None:
+    def __init__(self, coverage: Coverage, *, held_limit: int, known_limit: int, policy: Policy | None = None) -> None:
         self.held_limit = held_limit
         self.known_limit = known_limit
-        self.versions = Versions(coverage)
+        self.rollout = Rollout(coverage, policy or Policy(), self)
+        self.versions: Versions = self.rollout.versions
         self.shards: dict[str, Shard] = {}
         self.queue: OrderedDict[str, None] = OrderedDict()
         self.finished: OrderedDict[str, None] = OrderedDict()
@@ -154,13 +169,14 @@ class Ledger:
                 self._meet(stimulus, out)
             case Gone() | Tick():
                 pass
-            case Expired():
-                self._expire(stimulus, out)
-            case Stop():
-                self._stop(stimulus, out)
             case _:
-                raise AssertionError(f"{stimulus}: nothing that the ledger knows of")
+                respond = RESPONSES.get(type(stimulus))
+                if respond is None:
+                    raise AssertionError(f"{stimulus}: nothing that the ledger knows of")
+                respond(self, stimulus, out)
         self._wake(stimulus.now)
+        if not self.stopping:
+            self.rollout.review(stimulus.now, out)
         self._start_next(out)
         return out
 
@@ -187,7 +203,31 @@ class Ledger:
         assert len(self.finished) <= self.known_limit
         assert self.held == sum(s.held for s in self.shards.values() if s.state not in FINAL)
         assert not self.queue or len(self.in_flight) == IN_FLIGHT or self.stopping
+        assert by_state[State.WAITING] == {key for v in self.versions.known.values() for key in v.queued}
         self.versions.validate()
+
+    # ------------------------------------------------------------------------ what the rollout may ask and tell
+
+    def on_their_way(self, version: int | None) -> bool:
+        """See `rollout.Shards`."""
+        for keys in (self.in_flight, self.queue, self.deferred):
+            for key in keys:
+                shard = self.shards[key]
+                if version in {shard.claimed, shard.version} and (version is not None or shard.claimed is None):
+                    return True
+        return False
+
+    def take_up(self, keys: Iterable[str]) -> None:
+        """See `rollout.Shards`: they are looked at again, before all others and in their old order."""
+        for key in reversed(list(keys)):
+            self.shards[key].state, self.shards[key].why = State.QUEUED, ""
+            self.queue[key] = None
+            self.queue.move_to_end(key, last=False)
+
+    def turn_away(self, keys: Iterable[str], why: str, now: float, out: list[Instruction]) -> None:
+        """See `rollout.Shards`."""
+        for key in keys:
+            self._reject(self.shards[key], Reason.STALE_VERSION, why, now, out)
 
     # ------------------------------------------------------------------- steps: what the table refers to
 
@@ -205,7 +245,9 @@ class Ledger:
             out.append(Release(seen.key))
             return
         self.held += seen.held
-        self.shards[seen.key] = Shard(seen.key, seen.name, seen.source, seen.held, seen.identity, seen.content)
+        self.shards[seen.key] = Shard(
+            seen.key, seen.name, seen.source, seen.held, seen.identity, seen.content, claimed=seen.claimed
+        )
         self.queue[seen.key] = None
 
     def _renew(self, shard: Shard, seen: Seen, _out: list[Instruction]) -> None:
@@ -239,25 +281,91 @@ class Ledger:
         shard.gone, shard.again = True, None
 
     def _forget_finished(self, shard: Shard, _gone: Gone, _out: list[Instruction]) -> None:
+        self.rollout.cured(shard.claimed if shard.version is None else shard.version, shard.key)
         self._forget(shard)
 
     def _decide(self, shard: Shard, found: Inspected, out: list[Instruction]) -> None:
         shard.version, shard.slots = found.version, found.slots
         shard.skipped, shard.nbytes = found.skipped, found.nbytes
-        stale = self.versions.stale(found.version)
-        if stale:
-            self._reject(shard, Reason.STALE_VERSION, stale, found.now, out)
+        self.rollout.begin_run(found.run, found.now, out)
+        verdict = self.versions.judge(found.version, found.run)
+        if verdict.kind == "wait" and shard.held and self._silent(found.version, found.now):
+            # A client can't keep its shard until the version is complete: it would wait for ever.
+            self.rollout.supersede(f"it has not grown for long, and version {found.version} begins", found.now, out)
+            verdict = self.versions.judge(found.version, found.run)
+        match verdict.kind:
+            case "stale":
+                self._reject(shard, Reason.STALE_VERSION, verdict.why, found.now, out)
+            case "wait":
+                self._hold(shard, verdict, found.now, out)
+            case "compare":
+                shard.state = State.PLACING
+                out.append(Compare(shard.key, found.version))
+            case "place":
+                if self.versions.staged is None:
+                    self.versions.open(found.version, found.now)
+                shard.state = State.PLACING
+                out.append(Place(shard.key, found.version))
+
+    def _silent(self, version: int | None, now: float) -> bool:
+        """Whether the staged version has stopped growing, and this one is newer."""
+        staged = self.versions.staged
+        newer = staged is not None and staged.number is not None and version is not None and version > staged.number
+        return newer and self.versions.stalled(now)
+
+    def _hold(self, shard: Shard, verdict: Verdict, now: float, out: list[Instruction]) -> None:
+        """Its version's turn has not come. A file stays where it is; a client is sent away, unless it is soon."""
+        if shard.gone:
+            self._lose(shard, Gone(key=shard.key, now=now), out)
             return
-        out += map(DropVersion, self.versions.begin(found.version))
-        shard.state = State.PLACING
-        out.append(Place(shard.key, found.version))
+        if shard.held and not verdict.short:
+            busy = wire.Answer(status="busy", shard=shard.name, version=shard.version, detail=printable(verdict.why))
+            out += [Reply(shard.key, busy), Release(shard.key)]
+            self.in_flight.discard(shard.key)
+            self.held -= shard.held
+            self._forget(shard)
+            return
+        version, over = self.versions.meet(shard.version, now)
+        for old in over:
+            self.rollout.superseded(old, now, out)
+        self.in_flight.discard(shard.key)
+        again, shard.again = shard.again, None
+        shard.state, shard.why = State.WAITING, printable(verdict.why)
+        version.expect(shard.key, shard.slots)
+        version.refused.discard(shard.key)
+        out.append(Release(shard.key))
+        if again is not None:
+            self._look_anew(shard, again, out)
+
+    def _look_anew(self, shard: Shard, seen: Seen, _out: list[Instruction]) -> None:
+        """A file that waits was seen again: what was read of it may hold no more."""
+        if seen.identity != shard.identity:
+            self.versions.known[shard.version].unexpect(shard.key)
+            shard.identity, shard.content, shard.version = seen.identity, seen.content, None
+            shard.state = State.QUEUED
+            self.queue[shard.key] = None
+
+    def _lose_waiting(self, shard: Shard, gone: Gone, out: list[Instruction]) -> None:
+        self.versions.known[shard.version].unexpect(shard.key)
+        self._lose(shard, gone, out)
+
+    def _take_list(self, shard: Shard, listed: Listed, out: list[Instruction]) -> None:
+        """It tells what a version consists of."""
+        shard.version = listed.version
+        if listed.version is not None:
+            record = self.rollout.listed(listed.version, listed.slots, listed.what, listed.now)
+            if record is not None:
+                record.sources[shard.key] = shard.identity
+        answer = wire.Answer(status="applied", shard=shard.name, version=listed.version, detail=listed.what)
+        self._finish(shard, State.APPLIED, answer, out)
 
     def _defer(self, shard: Shard, unready: NotReady, out: list[Instruction]) -> None:
         self._put_off(shard, unready.why, unready.now, out)
 
     def _refuse(self, shard: Shard, refused: Refused, out: list[Instruction]) -> None:
-        self.filled -= len(refused.unfilled)
-        self.versions.unfill([(v, slot) for v in self.versions.progress for slot in refused.unfilled])
+        staged = self.versions.staged
+        if staged is not None and shard.state is State.PLACING and staged.number == shard.version:
+            staged.unfill(refused.unfilled)
         if refused.transient and shard.retries < RETRIES and not self.stopping:
             shard.retries += 1
             out.append(Release(shard.key))
@@ -276,7 +384,7 @@ class Ledger:
             bytes_applied=shard.nbytes,
             layers_fused=len(placed.fused),
         )
-        out += map(Publish, self.versions.advance(shard.version, placed))
+        self.rollout.placed(shard.version, shard.key, shard.identity, placed, out)
         waiting = tuple(placed.waiting.values())
         message = f"shard {shard.name} applied: {len(shard.slots)} tensors"
         message += f", {len(waiting)} waiting for a partner" if waiting else ""
@@ -296,9 +404,6 @@ class Ledger:
                 )
             )
         )
-        announced, over = self.versions.complete(shard.version, placed)
-        out += map(Publish, announced)
-        out += map(DropVersion, over)
         answer = wire.Answer(
             status="applied",
             shard=shard.name,
@@ -338,6 +443,7 @@ class Ledger:
         )
         self.rejected.append((now, event))
         self._count(shards_rejected=1)
+        self.rollout.refused(shard.claimed if shard.version is None else shard.version, shard.key, now)
         out.append(Publish(event))
         answer = wire.Answer(
             status="rejected", shard=shard.name, version=shard.version, reason=reason.value, detail=detail
@@ -401,8 +507,24 @@ class Ledger:
         self.stopping = True
         for shard in list(self.shards.values()):
             if shard.held and shard.state not in FINAL | WORKED_ON:
+                if shard.state is State.WAITING:
+                    self.versions.known[shard.version].unexpect(shard.key)
                 self._reject(shard, Reason.STOPPING, "the daemon is stopping; send it again later", stop.now, out)
 
+    def _free(self, _freed: Freed, _out: list[Instruction]) -> None:
+        self.versions.leased = 0
+
+
+RESPONSES: dict[type[Stimulus], Callable[[Ledger, Any, list[Instruction]], None]] = {
+    Expired: Ledger._expire,
+    Verified: lambda self, stimulus, out: self.rollout.verified(stimulus, out),
+    Committed: lambda self, stimulus, out: self.rollout.committed(stimulus, out),
+    RolledBack: lambda self, stimulus, out: self.rollout.rolled_back(stimulus, out),
+    Ordered: lambda self, stimulus, out: self.rollout.ordered(stimulus, out),
+    Freed: Ledger._free,
+    Stop: Ledger._stop,
+}
+"""Stimulus that is about no shard -> response."""
 
 Step: TypeAlias = Callable[[Ledger, Shard, Any, list[Instruction]], None]
 
@@ -412,10 +534,13 @@ TRANSITIONS: dict[tuple[State, type[ShardStimulus]], Step] = {
     (State.INSPECTING, Seen): Ledger._remember,
     (State.INSPECTING, Gone): Ledger._note_gone,
     (State.INSPECTING, Inspected): Ledger._decide,
+    (State.INSPECTING, Listed): Ledger._take_list,
     (State.INSPECTING, NotReady): Ledger._defer,
     (State.INSPECTING, Refused): Ledger._refuse,
     (State.DEFERRED, Seen): Ledger._look_now,
     (State.DEFERRED, Gone): Ledger._lose,
+    (State.WAITING, Seen): Ledger._look_anew,
+    (State.WAITING, Gone): Ledger._lose_waiting,
     (State.PLACING, Seen): Ledger._remember,
     (State.PLACING, Gone): Ledger._note_gone,
     (State.PLACING, Placed): Ledger._settle,

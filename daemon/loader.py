@@ -1,8 +1,8 @@
 """The loader: the one thread that changes the model's weights. It does jobs in order and tells the outcomes.
 
-It opens and checks a shard (`inspect`), copies it (`place`), closes it (`release`), and lets halves go that
-waited too long (`sweep`). Outcomes are stimuli for the ledger, failures included: nothing escapes from here
-but through the sink.
+It opens and checks a shard (`inspect`), copies it (`place`), closes it (`release`), lets halves go that waited too
+long (`sweep`), and makes a version live (`verify`, `commit`, `rollback`). Outcomes are stimuli for the ledger, failures
+included: nothing escapes from here but through the sink.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from fusewire.model import (
     FusionCacheFull,
     LoadPlan,
     LoadReport,
+    StagingError,
     StaleError,
     TensorMeta,
     WeightsError,
@@ -31,12 +32,24 @@ from fusewire.model import (
 
 from . import events, wire
 from .copying import Copier, Copy
-from .errors import Reason, ShardNotReady, ShardRejected
+from .errors import Reason, ShardNotReady, ShardRejected, printable
 from .payload import BytesPayload, Payload
 from .settings import Settings
 from .shard import TensorEntry
-from .stimuli import Expired, Inspected, NotReady, Placed, Refused, ShardStimulus
-from .versions import Claim, reconcile, versions_of_metadata
+from .stimuli import (
+    Committed,
+    Expired,
+    Inspected,
+    Listed,
+    NotReady,
+    Placed,
+    Refused,
+    RolledBack,
+    ShardStimulus,
+    Stimulus,
+    Verified,
+)
+from .versions import Claim, digest_of, reconcile, run_of, versions_of_metadata
 
 GATE_TIMEOUT = 10.0
 """Seconds that a shard waits for a running forward pass before it is put off. With the copying itself less than half of
@@ -54,12 +67,26 @@ class Source(NamedTuple):
     open: Callable[[], Payload]
     claims: tuple[Claim, ...] = ()
     """What the folder's name or the message's header say of its version."""
+    run: str | None = None
+    """The trainer's incarnation, as the message's header says."""
+    xxh3: str | None = None
+    """xxh3-128 of the data section, as the message's header says."""
+
+
+class ListSource(NamedTuple):
+    """How to get at what tells of a version's shards: an index, or the marker that all has been written."""
+
+    what: str
+    read: Callable[[], tuple[str, ...]] | None
+    """Returns the names of the tensors; None: whatever has come is all."""
+    claims: tuple[Claim, ...]
 
 
 @dataclass(slots=True)
 class _Open:
     payload: Payload
     plan: LoadPlan
+    xxh3: str | None
 
 
 @dataclass(slots=True)
@@ -85,11 +112,12 @@ class Loader:
         self,
         model: DeepseekV2ForCausalLM,
         settings: Settings,
-        sink: Callable[[ShardStimulus | Expired], None],
+        sink: Callable[[Stimulus], None],
     ) -> None:
         self.model = model
         self.pulse = Pulse()
         self._unleased_bytes = settings.limits.unleased_bytes
+        self._checks = settings.versions
         self._sink = sink
         self._copier = Copier(settings.loader.threads, settings.loader.block_bytes, self._advance)
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -100,13 +128,36 @@ class Loader:
         """Begin to do jobs."""
         self._thread.start()
 
-    def inspect(self, key: str, source: Source) -> None:
-        """Open and check a shard; tells Inspected, NotReady or Refused."""
-        self._jobs.put(lambda: self._guarded(key, lambda: self._inspect(key, source)))
+    def inspect(self, key: str, source: Source | ListSource) -> None:
+        """Open and check a shard; tells Inspected, Listed, NotReady or Refused."""
+        if isinstance(source, ListSource):
+            self._jobs.put(lambda: self._guarded(key, lambda: self._list(key, source)))
+        else:
+            self._jobs.put(lambda: self._guarded(key, lambda: self._inspect(key, source)))
 
     def place(self, key: str, name: str, version: int | None) -> None:
         """Copy an inspected shard into the model; tells Placed or Refused."""
         self._jobs.put(lambda: self._guarded(key, lambda: self._place(key, name, version)))
+
+    def compare(self, key: str, version: int | None) -> None:
+        """Compare an inspected shard with the live weights; tells Placed or Refused."""
+        self._jobs.put(lambda: self._guarded(key, lambda: self._compare(key, version)))
+
+    def verify(self, version: int | None) -> None:
+        """Complete and verify the staged version; tells Verified."""
+        self._jobs.put(lambda: self._sink(self._verify(version)))
+
+    def commit(self, version: int | None) -> None:
+        """Make the staged version live; tells Committed."""
+        self._jobs.put(lambda: self._sink(Committed(now=time.monotonic(), version=version, leased=self._flip(version))))
+
+    def rollback(self, ticket: str) -> None:
+        """Make the version before live again; tells RolledBack."""
+        self._jobs.put(lambda: self._sink(self._rollback(ticket)))
+
+    def new_run(self) -> None:
+        """Versions are counted anew."""
+        self._jobs.put(self.model.forget_numbers)
 
     def release(self, key: str) -> None:
         """Close a shard, if it is open."""
@@ -116,8 +167,8 @@ class Loader:
         """Give up the halves that waited too long; tells Expired if there were any."""
         self._jobs.put(lambda: self._tell_expired(self.model.sweep()))
 
-    def drop_version(self, version: int) -> None:
-        """Give up all waiting halves of a version; tells Expired if there were any."""
+    def drop_version(self, version: int | None) -> None:
+        """Give up what a version has staged, and its waiting halves; tells Expired if there were any."""
         self._jobs.put(lambda: self._tell_expired(self.model.drop_version(version)))
 
     def set_limits(self, settings: Settings) -> None:
@@ -125,6 +176,7 @@ class Loader:
 
         def change() -> None:
             self._unleased_bytes = settings.limits.unleased_bytes
+            self._checks = settings.versions
             self.model.fusion.max_bytes = settings.fusion.max_bytes
             self.model.fusion.max_age = settings.fusion.max_age
 
@@ -191,10 +243,12 @@ class Loader:
             if not plan.slots and not plan.skipped:
                 raise ShardRejected(Reason.NO_KNOWN_TENSOR, "the shard holds no tensor at all")
             version = reconcile([*source.claims, *versions_of_metadata(header.metadata)])
+            run = run_of(source.run, header.metadata)
+            xxh3 = digest_of(source.xxh3, header.metadata)
         except BaseException:
             payload.close()
             raise
-        self._open[key] = _Open(payload, plan)
+        self._open[key] = _Open(payload, plan, xxh3)
         return Inspected(
             key=key,
             now=time.monotonic(),
@@ -202,29 +256,50 @@ class Loader:
             slots=tuple(index for slot in plan.slots for index in slot.indices),
             skipped=len(plan.skipped),
             nbytes=header.nbytes,
+            run=run,
         )
+
+    def _list(self, key: str, source: ListSource) -> ShardStimulus:
+        version = reconcile(source.claims)
+        slots = None
+        if source.read is not None:
+            found, unknown = self.model.table.locate(source.read())
+            if unknown:
+                more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+                detail = f"it lists {printable(unknown[0], 100)}{more}: no tensor of this model has this name"
+                raise ShardRejected(Reason.MALFORMED_INDEX, detail)
+            slots = tuple(index for slot in found for index in slot.indices)
+        return Listed(key=key, now=time.monotonic(), version=version, slots=slots, what=source.what)
 
     def _place(self, key: str, name: str, version: int | None) -> ShardStimulus:
         begin = time.monotonic()
         shard = self._open[key]
         payload = shard.payload
-        if self.model.serving and not payload.proven:
+        in_place = self.model.staging.in_place
+        if in_place and self.model.serving and not payload.proven:
             payload = self._buffered(payload)
+        if in_place and self._checks.finite:
+            self._refuse_not_finite(payload, shard.plan)
+        entries = {entry.name: entry for entry in payload.header.tensors}
+        differing = self._copier.compare(payload, _copies(entries, self.model.repeats(shard.plan, version)))
+        if differing:  # found before anything gives way to this shard
+            raise ShardRejected(Reason.CONFLICT, str(ConflictError(version or 0, differing)))
         try:
+            if not in_place and not self.model.staging.is_open:
+                self.model.stage(version)
             update = self.model.begin(shard.plan, version, name)
         except FusionCacheFull as error:
             raise ShardRejected(Reason.FUSION_CACHE_FULL, str(error)) from error
         except StaleError as error:
             raise ShardRejected(Reason.STALE_VERSION, str(error)) from error
+        except StagingError as error:
+            raise ShardRejected(Reason.MODEL_BUSY, str(error)) from error
         self._tell_expired(update.expired)
-        entries = {entry.name: entry for entry in payload.header.tensors}
         try:
-            differing = self._copier.compare(payload, _copies(entries, update.compared))
-            if differing:
-                raise update.differing(differing)
             with update.writing(GATE_TIMEOUT):
                 for one_round in update.rounds:
                     self._copier.run(payload, _copies(entries, one_round))
+                self._check_digest(payload, shard.xxh3)
                 payload.verify()
                 report = self.model.finish(update)
         except BaseException as error:  # noqa: BLE001 - the update has to be given up whatever happened
@@ -234,6 +309,10 @@ class Loader:
             return self._failed(key, name, error, unfilled)
         return self._placed(key, version, shard.plan, report, begin)
 
+    def _check_digest(self, payload: Payload, expected: str | None) -> None:
+        if expected is not None and (found := self._copier.digest(payload)) != expected:
+            raise ShardRejected(Reason.DIGEST_MISMATCH, f"its data has xxh3 {found}, the sender says {expected}")
+
     def _failed(self, key: str, name: str, error: BaseException, unfilled: tuple[int, ...]) -> Refused:
         """Say what became of an update that was given up."""
         match error:
@@ -241,8 +320,6 @@ class Loader:
                 return _refused(key, error.reason, error.detail, unfilled)
             case TimeoutError():
                 return _refused(key, Reason.MODEL_BUSY, str(error), unfilled)
-            case ConflictError():
-                return _refused(key, Reason.CONFLICT, str(error), unfilled)
             case Exception():
                 log.error("loader.defect", shard=name, exc_info=error)
                 return _refused(key, Reason.INTERNAL_ERROR, f"{type(error).__name__}: {error}", unfilled)
@@ -271,12 +348,101 @@ class Loader:
             arrived=tuple(index for name in in_place for index in table.slot(name).indices),
             fused=report.fused,
             waiting={slot.index: slot.name for slot in plan.slots if slot.name in waiting},
+            blocked=tuple(slot.index for slot in plan.slots if slot.name in waiting and self.model.blocked(slot.name)),
             pending=_pending(self.model, now),
             duplicates=len(report.duplicates),
             serving=self.model.serving,
-            filled=self.model.generation.filled,
+            filled=self._filled(),
             seconds=now - begin,
         )
+
+    def _filled(self) -> int:
+        """Slots that hold weights: of the live generation, or of the first that is being filled."""
+        return self.model.generation.filled
+
+    # ------------------------------------------------------------------------------------- versions
+
+    def _compare(self, key: str, version: int | None) -> ShardStimulus:
+        """The version is live: the same bytes again are fine, anything else is refused."""
+        begin = time.monotonic()
+        shard = self._open[key]
+        destinations, new = self.model.live_repeats(shard.plan, version)
+        if new:
+            detail = f"version {version} is live, and was complete without {new[0]}: send it under a new version"
+            raise ShardRejected(Reason.VERSION_CLOSED, detail)
+        entries = {entry.name: entry for entry in shard.payload.header.tensors}
+        differing = self._copier.compare(shard.payload, _copies(entries, destinations))
+        if differing:
+            raise ShardRejected(Reason.CONFLICT, str(ConflictError(version or 0, differing)))
+        shard.payload.verify()
+        now = time.monotonic()
+        return Placed(
+            key=key,
+            now=now,
+            arrived=tuple(index for slot in shard.plan.slots for index in slot.indices),
+            fused=(),
+            waiting={},
+            pending=_pending(self.model, now),
+            duplicates=len(destinations),
+            serving=self.model.serving,
+            filled=self._filled(),
+            seconds=now - begin,
+        )
+
+    def _verify(self, version: int | None) -> Verified:
+        begin = time.monotonic()
+
+        def failed(why: str) -> Verified:
+            return Verified(now=time.monotonic(), version=version, failure=printable(why))
+
+        try:
+            carried = self.model.carry(version)
+            in_place = self.model.staging.in_place  # then every shard was searched before it was applied
+            if self._checks.finite and not in_place:
+                found = self.model.not_finite()
+                if found:
+                    log.error("version.not_finite", version=version, tensors=[str(one) for one in found[:100]])
+                    more = f" and {len(found) - 1} more tensors, see the log" if len(found) > 1 else ""
+                    return failed(f"not finite: {found[0]}{more}")
+            tokens: tuple[int, ...] = ()
+            fingerprint = ""
+            if self._checks.canary and version is not None:
+                canary = self.model.canary(self._checks.canary)
+                if not canary.finite:
+                    return failed("the canary's logits are not finite")
+                tokens, fingerprint = canary.tokens, canary.fingerprint
+        except (StagingError, TimeoutError) as error:
+            return failed(str(error))
+        except Exception as error:
+            log.exception("loader.defect", version=version)
+            return failed(f"a defect of ours, see the log: {type(error).__name__}: {error}")
+        return Verified(
+            now=time.monotonic(),
+            version=version,
+            fused=carried.fused,
+            carried=carried.slots,
+            carried_bytes=carried.nbytes,
+            tokens=tokens,
+            fingerprint=fingerprint,
+            seconds=time.monotonic() - begin,
+        )
+
+    def _flip(self, version: int | None) -> int:
+        return self.model.commit(version)
+
+    def _rollback(self, ticket: str) -> RolledBack:
+        try:
+            leased = self.model.rollback()
+        except StagingError as error:
+            return RolledBack(now=time.monotonic(), ticket=ticket, failure=str(error))
+        return RolledBack(now=time.monotonic(), ticket=ticket, leased=leased)
+
+    def _refuse_not_finite(self, payload: Payload, plan: LoadPlan) -> None:
+        """In place there is no staged copy to look at: the shard itself is searched before a byte of it is applied."""
+        entries = {entry.name: entry for entry in payload.header.tensors}
+        found = self._copier.search(payload, [entries[slot.name] for slot in plan.slots])
+        if found:
+            raise ShardRejected(Reason.NOT_FINITE, f"NaN or infinity in {', '.join(found[:5])}")
 
     def _tell_expired(self, halves: Sequence[ExpiredHalf]) -> None:
         if not halves:

@@ -44,6 +44,16 @@ class Metrics:
         self.slots_filled = gauge("slots_filled", "Slots filled")
         self.slots_total = gauge("slots_total", "Slots of the model")
         self.ready = gauge("ready", "1 when the model can answer")
+        self.versions = counter("versions", "Versions by what became of them", ("state",))
+        self.incomplete = counter("versions_incomplete", "Times that a version was found incomplete", ("cause",))
+        self.carried = counter("bytes_carried", "Bytes carried over from the live version")
+        self.verify_seconds = Histogram(
+            "fusewire_verify_seconds",
+            "Carrying over and verifying a version",
+            registry=self.registry,
+            buckets=(0.001, 0.005, 0.02, 0.1, 0.5, 2, 10, 60),
+        )
+        self.leased = gauge("leased_requests", "Requests that keep the generation before from being written")
         self.version = gauge("live_version", "The live numbered version; -1 before there is one")
 
     def record(self, event: events.AnyEvent) -> None:
@@ -58,6 +68,15 @@ class Metrics:
                 self.rejected.labels(event.source, event.reason).inc()
             case events.LayerFused():
                 self.fused.inc()
+            case (
+                events.VersionLive() | events.VersionRolledBack() | events.VersionAborted() | events.VersionSuperseded()
+            ):
+                self.versions.labels(event.topic.removeprefix("version.").rstrip("/")).inc()
+            case events.VersionIncomplete():
+                self.incomplete.labels(event.cause).inc()
+            case events.VersionVerified():
+                self.carried.inc(event.carried_bytes)
+                self.verify_seconds.observe(event.seconds)
             case events.FusionExpired():
                 self.expired.labels(event.cause).inc()
             case _:
@@ -70,6 +89,7 @@ class Metrics:
         self.slots_filled.set(ledger.filled)
         self.slots_total.set(len(ledger.versions.coverage.layer_of))
         self.ready.set(ledger.versions.ready)
+        self.leased.set(ledger.versions.leased)
         self.version.set(-1 if ledger.versions.live is None else ledger.versions.live)
 
     def start(self, port: int) -> int:

@@ -239,7 +239,7 @@ def open_file(
         ShardNotReady: Somebody is still writing it.
         ShardRejected: It can't be read, is no regular file, or breaks the format.
     """
-    descriptor = _open(path)
+    descriptor = open_descriptor(path)
     try:
         return _examine(descriptor, leases, settle, incomplete_after, header_limit)
     except OSError as error:
@@ -250,7 +250,12 @@ def open_file(
         raise
 
 
-def _open(path: Path) -> int:
+def open_descriptor(path: Path) -> int:
+    """Open a file that somebody has put into the drop folder: no link is followed, and no pipe waited for.
+
+    Raises:
+        ShardRejected: It can't be opened; the detail says why, and what to do.
+    """
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         return os.open(path, flags)

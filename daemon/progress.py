@@ -1,19 +1,17 @@
-"""How far each version has come: which slots it filled, which layers are whole, which version is live.
+"""How far one version has come: which slots it has filled, which layers are whole. A part of the ledger, and pure.
 
-A part of the ledger, and pure like it. Slots are counted as a set: a tensor that comes twice, or that another
-tensor overlaps, must neither complete a layer early nor keep it from completing.
+Slots are counted as a set: a tensor that comes twice, or that another tensor overlaps, must neither complete a layer
+early nor keep it from completing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from . import events
-from .stimuli import Placed
-
-OPEN_VERSIONS = 8
-"""Incomplete numbered versions that are tracked; a newer one beyond these supersedes the oldest."""
+from .lifecycle import LIFECYCLE, Turn, VersionState
 
 ROLLING = None
 """The version of a shard that names none."""
@@ -28,136 +26,170 @@ class Coverage:
     fusions: Mapping[int, tuple[int, ...]]
     """Layer -> the slots of its fused pair, over all leaves. Empty for a model that has no pairs."""
     layers: int
+    names: Sequence[str]
+    """Slot index -> name of its tensor."""
+
+    def totals(self) -> dict[int | None, int]:
+        """Return how many slots each layer has."""
+        totals: dict[int | None, int] = {}
+        for layer in self.layer_of:
+            totals[layer] = totals.get(layer, 0) + 1
+        return totals
+
+    def named(self, slots: Iterable[int], limit: int) -> tuple[str, ...]:
+        """Return the names of the first slots."""
+        return tuple(self.names[slot] for slot in sorted(slots)[:limit])
 
 
 @dataclass(slots=True)
-class Progress:
-    """How far one version has come."""
+class Version:
+    """One version and how far it has come.
 
-    missing: dict[int | None, int]
-    """Layer -> how many of its slots this version has not filled yet."""
+    The rolling version has no end: once a layer of it is whole, the layer's next round begins; and it goes live again
+    and again.
+    """
+
+    number: int | None
+    coverage: Coverage
+    opened: float
+    """When its first shard came, on the stimuli's clock; ``grown``: when it last got further."""
+    grown: float
+    state: VersionState = VersionState.OPEN
+    missing: dict[int | None, int] = field(default_factory=dict)
+    """Layer -> how many of its slots it has not filled yet."""
     filled: set[int] = field(default_factory=set)
+    waits: set[int] = field(default_factory=set)
+    """Slots that have come and lie beside no partner."""
+    blocked: set[int] = field(default_factory=set)
+    """Those of them that can't be placed without it."""
     fused: set[int] = field(default_factory=set)
     loaded: set[int] = field(default_factory=set)
+    queued: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Shards that wait for its turn, while another version is being staged: key -> slots."""
+    expected: Counter[int] = field(default_factory=Counter)
+    """How often each slot is among these."""
+    approved: bool = False
+    """Whether an operator has said that it shall go live."""
+    committing: bool = False
+    """Whether it has been told to go live: there is no way back."""
+    past: bool = False
+    """Whether it belongs to a run before the present one: its number stands for nothing that may come."""
+    promised: set[int] | None = None
+    """What it will bring, if an index or a commit has told."""
+    closed: bool = False
+    """Whether all that has come is all that will."""
+    promise: str = ""
+    """What told of its end: ``index``, ``commit`` or ``STABLE``."""
+    told: bool = False
+    """Whether what is missing has been told since it last grew."""
+    why: str = ""
+    """Why it ended, or what it waits for."""
+    fresh: bool = False
+    """Whether anything has come since it began, or last went live."""
+    refused: set[str] = field(default_factory=set)
+    """Keys of its shards that were rejected and have not come again."""
+    sources: dict[str, Hashable] = field(default_factory=dict)
+    """Files that were applied: key -> identity."""
 
+    def __post_init__(self) -> None:
+        if not self.missing:
+            self.missing = self.coverage.totals()
 
-class Versions:
-    """The progress of every version that is open or live. Methods return the events to publish."""
+    @property
+    def label(self) -> str:
+        """What to call it."""
+        return "rolling version" if self.number is ROLLING else f"version {self.number}"
 
-    def __init__(self, coverage: Coverage) -> None:
-        self.coverage = coverage
-        self.ready = False
-        self.live: int | None = None
-        self.floor = -1
-        """Numbered versions up to this one are over, the live one excepted."""
-        self.progress: dict[int | None, Progress] = {}
-        self.fused: dict[int, int | None] = {}
-        """Layer -> the version that fused it last."""
-        self.loaded: dict[int, int | None] = {}
-        self._totals: dict[int | None, int] = {}
-        for layer in coverage.layer_of:
-            self._totals[layer] = self._totals.get(layer, 0) + 1
+    @property
+    def came(self) -> set[int]:
+        """Slots that are in place or wait for a partner that need not come."""
+        return (self.filled | self.waits) - self.blocked
 
-    def stale(self, version: int | None) -> str:
-        """Say why a shard of this version comes too late; empty if it does not."""
-        if version is None or version == self.live or version in self.progress:
-            return ""
-        if version <= self.floor:
-            newer = f"version {self.live} is live" if self.live is not None else "newer ones have begun"
-            return f"version {version} is over: {newer}"
-        if len(self._open()) >= OPEN_VERSIONS and version < self._open()[0]:
-            return f"version {version} comes too late: {OPEN_VERSIONS} newer versions have begun"
-        return ""
+    def turn(self, turn: Turn) -> None:
+        """Go where the table leads."""
+        after = LIFECYCLE.get((self.state, turn))
+        if after is None:
+            raise AssertionError(f"{self.label} is {self.state}: {turn!r} can't happen")
+        self.state = after
 
-    def begin(self, version: int | None) -> list[int]:
-        """Track a version from now on. Returns the versions that are given up for it."""
-        if version in self.progress:
-            return []
-        self.progress[version] = Progress(missing=dict(self._totals))
-        return self._give_up(self._open()[:-OPEN_VERSIONS])
-
-    def advance(self, version: int | None, placed: Placed) -> list[events.AnyEvent]:
-        """Count what a shard of this version put in place; announce the layers that became whole by it."""
-        progress = self.progress.get(version)
-        if progress is None:  # given up while the shard was being placed
-            return []
+    def advance(self, arrived: Iterable[int], fused: Iterable[int]) -> list[events.AnyEvent]:
+        """Count what was put in place; return the events of the layers that became whole by it."""
         out: list[events.AnyEvent] = []
-        arrived = set(placed.arrived)
-        for layer in placed.fused:
+        arrived = set(arrived)
+        for layer in fused:
             arrived.update(self.coverage.fusions[layer])
-            if version is ROLLING or layer not in progress.fused:
-                progress.fused.add(layer)
-                self.fused[layer] = version
-                out.append(events.LayerFused(layer=layer, version=version, message=f"layer {layer} fused"))
+            if self.number is ROLLING or layer not in self.fused:
+                self.fused.add(layer)
+                out.append(events.LayerFused(layer=layer, version=self.number, message=f"layer {layer} fused"))
+        self.fresh = True
+        self.waits -= arrived
+        self.blocked -= arrived
         touched: set[int | None] = set()
-        for slot in arrived - progress.filled:
-            progress.missing[self.coverage.layer_of[slot]] -= 1
+        for slot in arrived - self.filled:
+            self.missing[self.coverage.layer_of[slot]] -= 1
             touched.add(self.coverage.layer_of[slot])
-        progress.filled |= arrived
+        self.filled |= arrived
         for layer in sorted(layer for layer in touched if layer is not None):
-            if progress.missing[layer] == 0 and layer not in progress.loaded:
-                progress.loaded.add(layer)
-                self.loaded[layer] = version
-                out.append(events.LayerLoaded(layer=layer, version=version, message=f"layer {layer} loaded"))
-                if version is ROLLING and self.ready:
-                    self._restart(progress, layer)
+            if self.missing[layer] == 0 and layer not in self.loaded:
+                self.loaded.add(layer)
+                out.append(events.LayerLoaded(layer=layer, version=self.number, message=f"layer {layer} loaded"))
         return out
 
-    def complete(self, version: int | None, placed: Placed) -> tuple[list[events.AnyEvent], list[int]]:
-        """Announce the version if it became whole, and readiness. Also returns the versions that are over."""
-        out: list[events.AnyEvent] = []
-        over: list[int] = []
-        progress = self.progress.get(version)
-        if progress is not None and placed.serving and not any(progress.missing.values()):
-            if version is ROLLING:
-                out += self._announce(version, "rolling version")
-                del self.progress[ROLLING]
-            elif version != self.live:
-                out += self._announce(version, f"version {version}")
-                self.live = version
-                over = self._give_up([v for v in self.progress if v is not None and v < version])
-                self.floor = max(self.floor, version - 1)
-        if placed.serving and not self.ready:
-            self.ready = True
-            message = f"model ready: all {placed.filled} slots filled"
-            out.append(events.ModelReady(version=self.live, message=message))
-        return out, over
+    def expect(self, key: str, slots: tuple[int, ...]) -> None:
+        """A shard waits for the version's turn."""
+        self.unexpect(key)
+        self.queued[key] = slots
+        self.expected.update(slots)
 
-    def unfill(self, slots: Iterable[tuple[int | None, int]]) -> None:
-        """Take back (version, slot) pairs: their bytes were given up or could not be proven."""
-        for version, slot in slots:
-            progress = self.progress.get(version)
-            if progress is not None and slot in progress.filled:
-                progress.filled.discard(slot)
-                progress.missing[self.coverage.layer_of[slot]] += 1
+    def unexpect(self, key: str) -> None:
+        """A shard waits no longer."""
+        for slot in self.queued.pop(key, ()):
+            self.expected[slot] -= 1
+            if not self.expected[slot]:
+                del self.expected[slot]
 
-    def validate(self) -> None:
-        """Check the invariants; for tests."""
-        for version, progress in self.progress.items():
-            assert version is None or version > self.floor or version == self.live
-            for layer, total in self._totals.items():
-                filled = sum(1 for slot in progress.filled if self.coverage.layer_of[slot] == layer)
-                assert progress.missing[layer] == total - filled
-        assert len(self._open()) <= OPEN_VERSIONS
+    def whole(self) -> bool:
+        """Whether it has filled every slot."""
+        return not any(self.missing.values())
 
-    def _open(self) -> list[int]:
-        return sorted(v for v in self.progress if v is not None and v != self.live)
+    def lacks(self) -> set[int]:
+        """Return the slots that keep it from being complete: of what was promised, or of the whole model."""
+        if self.promised is not None:
+            return (self.promised - self.came) | self.blocked
+        if self.closed:
+            return set(self.blocked)
+        return set(range(len(self.coverage.layer_of))) - self.came
 
-    def _give_up(self, versions: list[int]) -> list[int]:
-        for version in versions:
-            del self.progress[version]
-            self.floor = max(self.floor, version)
-        return versions
+    def is_complete(self, *, live: bool) -> bool:
+        """Whether it may go live, as far as its tensors go.
 
-    def _announce(self, version: int | None, label: str) -> list[events.AnyEvent]:
-        total = len(self.coverage.layer_of)
-        return [
-            events.VersionComplete(version=version, message=f"{label} complete: all {total} slots filled"),
-            events.VersionLive(version=version, message=f"{label} live"),
-        ]
+        Args:
+            live: Whether something is live that can stand in for what it does not bring.
+        """
+        if not live or not self.fresh:
+            return self.fresh and self.whole()
+        if self.number is ROLLING:
+            return not self.waits
+        return self.whole() or ((self.promised is not None or self.closed) and not self.lacks())
 
-    def _restart(self, progress: Progress, layer: int) -> None:
-        """The rolling version has no end: once a layer of it is whole, the layer's next round begins."""
-        progress.filled = {slot for slot in progress.filled if self.coverage.layer_of[slot] != layer}
-        progress.missing[layer] = self._totals[layer]
-        progress.loaded.discard(layer)
+    def unfill(self, slots: Iterable[int]) -> None:
+        """Take slots back: their bytes were given up or could not be proven."""
+        for slot in slots:
+            self.waits.discard(slot)
+            self.blocked.discard(slot)
+            if slot in self.filled:
+                self.filled.discard(slot)
+                self.missing[self.coverage.layer_of[slot]] += 1
+
+    def next_round(self) -> None:
+        """The rolling version went live: layers that are whole begin anew."""
+        self.fresh = False
+        totals = self.coverage.totals()
+        if self.whole():
+            self.filled.clear()
+            self.missing = dict(totals)
+        for layer in self.loaded:
+            self.filled = {slot for slot in self.filled if self.coverage.layer_of[slot] != layer}
+            self.missing[layer] = totals[layer]
+        self.loaded.clear()
+        self.fused.clear()

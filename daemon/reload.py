@@ -19,6 +19,9 @@ RELOADABLE = frozenset(
         "limits.unleased_bytes",
         "log.level",
         "socket.in_flight_bytes",
+        "versions.commit",
+        "versions.finite",
+        "versions.stale_after",
     }
 )
 """Keys that SIGHUP applies; all others need a restart, and a reload says so."""

@@ -25,6 +25,10 @@ _ICONS: dict[type[events.Event], tuple[str, str]] = {
     events.LayerFused: ("+", "green"),
     events.ShardRefused: ("!", "red"),
     events.FusionExpired: ("!", "red"),
+    events.VersionIncomplete: ("?", "yellow"),
+    events.VersionAborted: ("!", "red"),
+    events.VersionSuperseded: ("!", "yellow"),
+    events.VersionRolledBack: ("*", "bold yellow"),
     events.VersionLive: ("*", "bold green"),
     events.ModelReady: ("*", "bold green"),
     events.Stopping: ("-", "yellow"),
@@ -102,6 +106,34 @@ def answer_line(answer: wire.Answer) -> Text:
     return text
 
 
+def order_line(status: str, detail: str) -> Text:
+    """One line for what came of an order."""
+    style = "red" if status == "rejected" else "green"
+    return Text.assemble((status, style), f" {printable(detail)}")
+
+
+def versions_view(told: wire.VersionList) -> RenderableType:
+    """All versions, and what the next one waits for."""
+    waits = Text(f"staging: {printable(told.staging_waits) or 'free'}", "dim")
+    return Group(_versions_table(told.versions), waits) if told.versions else waits
+
+
+def _versions_table(versions: Sequence[wire.VersionStatus]) -> Table:
+    rows = []
+    for one in versions:
+        facts = [one.detail] if one.detail else []
+        if one.waiting_shards:
+            facts.append(f"{one.waiting_shards} shards wait for its turn")
+        if one.state == "open" and one.missing_count:
+            more = f" and {one.missing_count - 1} more" if one.missing_count > 1 else ""
+            facts.append(f"missing: {one.missing[0]}{more}")
+        if one.stalled:
+            facts.append(f"stalled: nothing for {duration(one.idle)}")
+        state = f"{one.state}, staged" if one.staged else str(one.state)
+        rows.append((version(one.version), state, str(one.filled or ""), "; ".join(facts)))
+    return _table("versions", ("version", "state", "slots", "what"), rows)
+
+
 def status_view(status: wire.Status) -> RenderableType:
     """All that a status says."""
     layers = status.layers
@@ -111,6 +143,7 @@ def status_view(status: wire.Status) -> RenderableType:
         ("model", Text(printable(status.model))),
         ("mode", Text(printable(status.mode))),
         ("version", Text("none yet" if status.version is None else str(status.version))),
+        ("staging", Text(printable(status.staging_waits) or "free")),
         ("slots", Text(f"{status.slots_filled} of {status.slots_total} filled")),
         ("layers fused", Text(f"{len(layers.fused)} of {layers.fusable}: {ranges(layers.fused)}")),
         ("layers loaded", Text(f"{len(layers.loaded)} of {layers.total}: {ranges(layers.loaded)}")),
@@ -124,6 +157,8 @@ def status_view(status: wire.Status) -> RenderableType:
     for name, value in rows:
         facts.add_row(Text(name, "dim"), value)
     parts: list[RenderableType] = [facts]
+    if status.versions:
+        parts.append(_versions_table(status.versions))
     if status.pending:
         parts.append(pending_view(status.pending))
     if status.waiting_shards:

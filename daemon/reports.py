@@ -6,7 +6,12 @@ import msgspec
 
 from . import wire
 from .ledger import FINAL, Ledger
+from .lifecycle import VersionState
+from .progress import Version
+from .roster import Versions
 
+ENDED_VERSIONS = 20
+"""Versions that are over and listed in a status, the latest."""
 WAITING_SHARDS = 200
 """Shards listed in a status; the counters tell how many there are in all."""
 
@@ -17,8 +22,8 @@ def layers(ledger: Ledger) -> wire.Layers:
     return wire.Layers(
         total=versions.coverage.layers,
         fusable=len(versions.coverage.fusions),
-        fused=tuple(sorted(versions.fused)),
-        loaded=tuple(sorted(versions.loaded)),
+        fused=tuple(sorted(versions.layers.fused)),
+        loaded=tuple(sorted(versions.layers.loaded)),
         waiting=tuple(sorted({half.layer for half in ledger.pending})),
     )
 
@@ -56,18 +61,39 @@ def waiting_shards(ledger: Ledger) -> tuple[wire.WaitingShard, ...]:
     return tuple(found)
 
 
-def versions(ledger: Ledger) -> tuple[wire.VersionStatus, ...]:
-    """Return how far each version has come that is open or live; the rolling one first."""
-    live = ledger.versions.live
-    return tuple(
-        wire.VersionStatus(
-            version=version,
-            state="live" if version is not None and version == live else "open",
-            filled=len(progress.filled),
+def versions(ledger: Ledger, now: float) -> tuple[wire.VersionStatus, ...]:
+    """Return what is known of every version: those that are open, the live and the retired one, and the last ends."""
+    told = ledger.versions
+    found = [_version(told, version, now) for version in told.known.values() if version.fresh or version.queued]
+    found += [_version(told, version, now) for version in (told.serving, told.retired) if version is not None]
+    shown = {version.version for version in found}
+    ended = list(told.ended.items())[-ENDED_VERSIONS:]
+    found += [
+        wire.VersionStatus(version=number, state=state, detail=why)
+        for number, (state, why) in ended
+        if number not in shown
+    ]
+    return tuple(sorted(found, key=lambda one: -1 if one.version is None else one.version))
+
+
+def _version(told: Versions, version: Version, now: float) -> wire.VersionStatus:
+    if version.state in {VersionState.LIVE, VersionState.RETIRED}:
+        return wire.VersionStatus(
+            version=version.number, state=version.state, filled=len(version.filled), detail=version.why
         )
-        for version, progress in sorted(
-            ledger.versions.progress.items(), key=lambda item: -1 if item[0] is None else item[0]
-        )
+    names, count = told.describe_missing(version)
+    staged = version is told.staged
+    return wire.VersionStatus(
+        version=version.number,
+        state=version.state,
+        staged=staged,
+        filled=len(version.filled),
+        waiting_shards=len(version.queued),
+        missing=names,
+        missing_count=count,
+        stalled=staged and told.stalled(now),
+        idle=now - version.grown,
+        detail="" if staged else told.why_waiting(),
     )
 
 
@@ -78,8 +104,8 @@ def snapshot(ledger: Ledger, *, boot: str, seq: int, now: float, epoch: float) -
         seq=seq,
         ready=ledger.versions.ready,
         version=ledger.versions.live,
-        fused=tuple(sorted(ledger.versions.fused.items())),
-        loaded=tuple(sorted(ledger.versions.loaded.items())),
+        fused=tuple(sorted(ledger.versions.layers.fused.items())),
+        loaded=tuple(sorted(ledger.versions.layers.loaded.items())),
         pending=pending(ledger, now),
         rejected=rejected(ledger, epoch),
     )

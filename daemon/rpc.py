@@ -134,6 +134,29 @@ class Control(Closing):
         """Return the halves that wait for their partner."""
         return self._ask(wire.GetPending(), wire.Pending).pending
 
+    def versions(self) -> wire.VersionList:
+        """Return all versions that anything is known of."""
+        return self._ask(wire.GetVersions(), wire.VersionList)
+
+    def commit(self, version: int | None = None) -> str:
+        """Let a version go live: a verified one now, an open one once what it brings is in place.
+
+        Args:
+            version: Which; None: the one that is being staged.
+
+        Returns:
+            What was done, or will be.
+        """
+        return self._ask(wire.CommitVersion(version=version), wire.Done).detail
+
+    def rollback(self) -> str:
+        """Make the version before live again; return what was done."""
+        return self._ask(wire.RollbackVersion(), wire.Done).detail
+
+    def abort(self, version: int | None = None) -> str:
+        """Give up a version that is not live (None: the one that is being staged); return what was done."""
+        return self._ask(wire.AbortVersion(version=version), wire.Done).detail
+
     def generate(
         self, token_ids: Sequence[int], max_new_tokens: int = 24, timeout: float | None = None
     ) -> wire.Generated:

@@ -11,41 +11,49 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import assert_never
+from pathlib import Path, PurePath
+from typing import Any, assert_never
 
 import structlog
 import zmq
 
 from . import events, logs, notify, reload, reports, wire
 from . import settings as settings_module
-from .assembly import Letter, Parts, Signalled, assemble
+from .assembly import Idle, Letter, Parts, Signalled, assemble, policy_of
 from .control import Control, Phase
-from .errors import FusewireError, StartError, printable
+from .errors import FusewireError, Reason, StartError, printable
 from .generator import Generation
 from .lease import install_lease_signal_handling
-from .loader import Source
+from .loader import ListSource, Source
+from .manifest import MARKER, is_index, is_marker, read_index
 from .payload import BytesPayload, Payload, open_file
 from .progressbar import ProgressBar
 from .settings import Settings
 from .sources.folder import PathHint, ScanResult
 from .sources.scan import FileHint
-from .sources.socket import Offer
+from .sources.socket import Offer, Order
 from .stimuli import (
+    Answered,
+    Commit,
+    Compare,
     DropVersion,
-    Expired,
+    Freed,
     Gone,
     Inspect,
     Instruction,
+    NewRun,
+    Ordered,
     Place,
     Publish,
     Release,
     Reply,
+    Retire,
+    Rollback,
     Seen,
-    ShardStimulus,
     Stimulus,
     Stop,
     Tick,
+    Verify,
 )
 from .versions import Claim, versions_of_path
 
@@ -63,6 +71,10 @@ EXTENSION = 30.0
 _LEVELS: dict[type[events.Event], str] = {
     events.ShardRefused: "warning",
     events.FusionExpired: "warning",
+    events.VersionIncomplete: "warning",
+    events.VersionAborted: "error",
+    events.VersionSuperseded: "warning",
+    events.VersionComplete: "debug",
     events.Heartbeat: "debug",
     events.LayerLoaded: "debug",
 }
@@ -109,14 +121,17 @@ class Service:
         self.ledger = parts.ledger
         self.loader = parts.loader
         self.phase: Phase = "starting"
-        self.control = Control(parts, _model_line(parts, settings), lambda: self.phase)
+        self.control = Control(parts, _model_line(parts, settings), lambda: self.phase, self._feed)
         self._stop_at: float | None = None
+        self._orders: dict[str, int] = {}
+        """Trainers' orders that have not been answered: ticket -> version."""
         self._sources: dict[str, Source] = {}
         """How to open the shards that the folder does not hold: those of clients and of the base checkpoint."""
         self._expected: set[str] = set()
         """Keys of the base checkpoint's shards that are not in place yet."""
         self._due = dict.fromkeys(("heartbeat", "sweep", "watchdog", "progress"), 0.0)
         self._extended_at = -1
+        self._performers = self._table()
         self._bar = ProgressBar(sum(path.stat().st_size for path in parts.checkpoint))
 
     # ---------------------------------------------------------------------------------- three phases
@@ -137,6 +152,8 @@ class Service:
             self.parts.folder.stop()
         self.parts.generator.stop(JOIN_TIMEOUT)
         self.loader.stop(JOIN_TIMEOUT)
+        if self.parts.retention is not None:
+            self.parts.retention.stop(JOIN_TIMEOUT)
         self.parts.close()
 
     def _start(self) -> None:
@@ -149,6 +166,8 @@ class Service:
             self._poller.register(parts.ingest.socket, zmq.POLLIN)
         parts.loader.start()
         parts.generator.start()
+        if parts.retention is not None:
+            parts.retention.start()
         for path in parts.checkpoint:
             key = f"checkpoint:{path.name}"
             self._expected.add(key)
@@ -189,9 +208,10 @@ class Service:
                     self._heartbeat()
             elif ready is parts.control.socket:
                 self.control.answer()
-            elif parts.ingest is not None and ready is parts.ingest.socket:
-                for offer in parts.ingest.offers():
-                    self._take_offer(offer)
+            else:
+                self._take_offers()
+        if self.ledger.versions.leased:
+            self._look_for_leases()
         self._feed(Tick(now=time.monotonic()))
         self._routine()
 
@@ -215,8 +235,10 @@ class Service:
 
     def _open_letter(self, letter: Letter) -> None:
         match letter:
-            case ShardStimulus() | Expired():
+            case Stimulus():
                 self._feed(letter)
+            case Idle():
+                self._look_for_leases()
             case PathHint():
                 if self.parts.folder is not None:
                     self._take_hint(self.parts.folder.look(letter))
@@ -230,6 +252,14 @@ class Service:
             case _:
                 assert_never(letter)
 
+    def _take_offers(self) -> None:
+        assert self.parts.ingest is not None
+        for offer in self.parts.ingest.offers():
+            if isinstance(offer, Order):
+                self._take_order(offer)
+            else:
+                self._take_offer(offer)
+
     def _take_offer(self, offer: Offer) -> None:
         frame, limit = offer.payload, self.settings.limits.header_bytes
 
@@ -237,9 +267,36 @@ class Service:
             return BytesPayload.parse(frame.buffer, header_limit=limit)
 
         claims = () if offer.version is None else (Claim("message header", offer.version),)
-        self._sources[offer.key] = Source(offer.name, open_frame, claims)
-        held = len(frame.buffer)
-        self._feed(Seen(key=offer.key, name=offer.name, source="socket", held=held, now=time.monotonic()))
+        self._sources[offer.key] = Source(offer.name, open_frame, claims, offer.run, offer.xxh3)
+        held, now = len(frame.buffer), time.monotonic()
+        self._feed(Seen(key=offer.key, name=offer.name, source="socket", held=held, claimed=offer.version, now=now))
+
+    def _take_order(self, order: Order) -> None:
+        """A trainer says that a version is all there, or gives it up."""
+        request, slots = order.request, None
+        unknown: tuple[str, ...] = ()
+        if isinstance(request, wire.Commit) and request.tensors is not None:
+            found, missing = self.parts.model.table.locate(request.tensors)
+            slots, unknown = tuple(index for slot in found for index in slot.indices), tuple(missing[:3])
+        self._orders[order.key] = request.version
+        self._feed(
+            Ordered(
+                now=time.monotonic(),
+                ticket=order.key,
+                order="commit" if isinstance(request, wire.Commit) else "abort",
+                version=request.version,
+                slots=slots,
+                unknown=tuple(map(printable, unknown)),
+                by_trainer=True,
+                run=request.run,
+            )
+        )
+
+    def _look_for_leases(self) -> None:
+        """A generation may be written again once nobody reads it. Asked, and not only heard: hearing has gaps."""
+        staging = self.parts.model.staging
+        if self.ledger.versions.leased and not staging.staged_leases().leases:
+            self._feed(Freed(now=time.monotonic()))
 
     def _take_hint(self, hint: FileHint) -> None:
         key, now = f"folder:{hint.relative}", time.monotonic()
@@ -254,11 +311,12 @@ class Service:
                 source="folder",
                 identity=identity,
                 content=identity.content,
+                claimed=_claimed(hint.relative),
                 now=now,
             )
         )
 
-    def _source(self, key: str) -> Source:
+    def _source(self, key: str) -> Source | ListSource:
         """Say how to open a shard. One of the folder is found by its name, so that nothing is kept for it."""
         kept = self._sources.get(key)
         if kept is not None:
@@ -266,7 +324,13 @@ class Service:
         assert self.parts.folder is not None
         relative = Path(key.removeprefix("folder:"))
         path = self.parts.folder.root / relative
-        return Source(printable(relative), self._opener(path), tuple(versions_of_path(relative)))
+        claims = tuple(versions_of_path(relative))
+        if is_marker(relative):
+            return ListSource(MARKER, None, claims)
+        if is_index(relative):
+            after = self.settings.folder.incomplete_after
+            return ListSource("index", lambda: read_index(path, after), claims)
+        return Source(printable(relative), self._opener(path), claims)
 
     def _opener(self, path: Path) -> Callable[[], Payload]:
         def open_path() -> Payload:
@@ -288,29 +352,61 @@ class Service:
             self._perform(instruction)
 
     def _perform(self, instruction: Instruction) -> None:
-        match instruction:
-            case Inspect(key):
-                self.loader.inspect(key, self._source(key))
-            case Place(key, version):
-                self.loader.place(key, self._source(key).name, version)
-            case Release(key):
-                self.loader.release(key)
-            case Publish(event):
-                self._publish(event)
-            case Reply(key, answer):
-                self._answer(key, answer)
-            case DropVersion(version):
-                self.loader.drop_version(version)
-            case _:
-                assert_never(instruction)
+        self._performers[type(instruction)](instruction)
+
+    def _table(self) -> dict[type[Instruction], Callable[[Any], None]]:
+        """Instruction -> how it is carried out; a test compares it with the ledger's list of them."""
+        loader, ledger = self.loader, self.ledger
+        return {
+            Inspect: lambda i: loader.inspect(i.key, self._source(i.key)),
+            Place: lambda i: loader.place(i.key, ledger.shards[i.key].name, i.version),
+            Compare: lambda i: loader.compare(i.key, i.version),
+            Release: lambda i: loader.release(i.key),
+            DropVersion: lambda i: loader.drop_version(i.version),
+            Verify: lambda i: loader.verify(i.version),
+            Commit: lambda i: loader.commit(i.version),
+            Rollback: lambda i: loader.rollback(i.ticket),
+            NewRun: lambda _: loader.new_run(),
+            Retire: self._retire,
+            Publish: lambda i: self._publish(i.event),
+            Reply: lambda i: self._answer(i.key, i.answer),
+            Answered: lambda i: self._settle(i.ticket, i.failure, i.detail),
+        }
+
+    def _retire(self, retire: Retire) -> None:
+        if self.parts.retention is not None:
+            files = [(key.removeprefix("folder:"), identity) for key, identity in retire.keys]
+            self.parts.retention.retire(retire.version, files)
 
     def _publish(self, event: events.AnyEvent) -> None:
         sent = self.parts.publisher.publish(event)
-        if isinstance(sent, events.ShardApplied):
-            self.control.note(sent)
+        match sent:
+            case events.ShardApplied():
+                self.control.note(sent)
+            case events.ModelReady():
+                self._is_it_up()
+            case events.VersionAborted() if self.phase == "starting":
+                raise StartError(f"model.checkpoint = {self.settings.model.checkpoint}: {sent.cause}")
+            case _:
+                pass
         self.parts.metrics.record(sent)
         level = _LEVELS.get(type(sent), "info")
         getattr(log, level)(sent.__struct_config__.tag, seq=sent.seq, version=sent.version, message=sent.message)
+
+    def _settle(self, ticket: str, failure: str, detail: str) -> None:
+        """Answer an order, on the socket that it came from."""
+        if ticket in self._orders:
+            version = self._orders.pop(ticket)
+            answer = wire.Answer(
+                status="rejected" if failure else "accepted",
+                version=version,
+                reason=Reason.STALE_VERSION.value if failure else None,
+                detail=printable(failure or detail),
+            )
+            if self.parts.ingest is not None:
+                self.parts.ingest.answer(ticket, answer)
+        else:
+            self.control.settle(ticket, failure, detail)
 
     def _answer(self, key: str, answer: wire.Answer) -> None:
         self._sources.pop(key, None)
@@ -329,13 +425,16 @@ class Service:
                 f"model.checkpoint = {folder}: shard {answer.shard} was {answer.status}: "
                 f"{answer.reason}: {answer.detail}"
             )
-        if self._expected:
-            return
-        if not self.ledger.versions.ready:
+        if not self._expected and not self.parts.model.generation.filled == len(self.parts.model.table.slots):
             raise StartError(
                 f"model.checkpoint = {folder} does not fill the model: {self.parts.model.missing_summary()}"
             )
-        self._become_ready()
+        self._is_it_up()
+
+    def _is_it_up(self) -> None:
+        """With a base checkpoint the start has ended once all of it is in place and live."""
+        if self.phase == "starting" and not self._expected and self.ledger.versions.ready:
+            self._become_ready()
 
     # --------------------------------------------------------------------------------------- routine
 
@@ -421,11 +520,18 @@ class Service:
             logs.set_level(outcome.effective.log.level)
             self.ledger.held_limit = outcome.effective.socket.in_flight_bytes
             self.ledger.known_limit = outcome.effective.limits.known_shards
+            self.ledger.versions.policy = policy_of(outcome.effective)
             self.loader.set_limits(outcome.effective)
             log.info("settings.reloaded", applied=outcome.applied)
             if outcome.refused:
                 log.warning("settings.need_restart", keys=outcome.refused)
         notify.ready(reports.headline(self.ledger))
+
+
+def _claimed(relative: PurePath) -> int | None:
+    """The version that a file's folder names, if it names one."""
+    claims = {claim.version for claim in versions_of_path(relative)}
+    return claims.pop() if len(claims) == 1 else None
 
 
 def _model_line(parts: Parts, settings: Settings) -> str:

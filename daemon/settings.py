@@ -35,6 +35,8 @@ class Model(_Section, frozen=True, kw_only=True):
     dtype: Literal["checkpoint", "float32", "bfloat16", "float16"] = "checkpoint"
     fp8: Literal["keep", "dequantize"] = "keep"
     """What becomes of block-quantised weights: kept with their scales, or stored in ``dtype``."""
+    generations: Literal[1, 2] = 2
+    """Sets of weights in memory: 2, one live and one staged; 1: updates in place."""
     device: str = "cpu"
     threads: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Torch's threads for forward passes; 0 leaves torch's own choice."""
@@ -80,6 +82,24 @@ class Control(_Section, frozen=True, kw_only=True):
     """Mode of all ipc sockets."""
     generate_queue: Count = 8
     """``generate`` requests that may wait; one more is refused."""
+
+
+class Versions(_Section, frozen=True, kw_only=True):
+    """When a version goes live, and what becomes of it afterwards."""
+
+    commit: Literal["auto", "manual"] = "auto"
+    finite: bool = True
+    """Whether weights are searched for NaN and infinity before they go live."""
+    canary: list[Annotated[int, msgspec.Meta(ge=0)]] = msgspec.field(default_factory=lambda: [0, 1, 2, 3])
+    """Token ids that a version is run on before it goes live; empty: none."""
+    stale_after: Seconds = 300.0
+    """Seconds without growth after which a staged version counts as stalled."""
+    lease_seconds: Seconds = 300.0
+    """Longest time for which one ``generate`` request may keep the weights that it began with."""
+    retention: Literal["keep", "delete", "archive"] = "keep"
+    """What becomes of the files of versions that no live weights rest on any more."""
+    archive: str = ""
+    """Folder for ``archive``, on the same file system as the drop folder."""
 
 
 class Fusion(_Section, frozen=True, kw_only=True):
@@ -131,6 +151,7 @@ class Settings(_Section, frozen=True, kw_only=True):
     socket: Socket = Socket()
     events: Events = Events()
     control: Control = Control()
+    versions: Versions = Versions()
     fusion: Fusion = Fusion()
     limits: Limits = Limits()
     loader: Loader = Loader()
@@ -157,6 +178,8 @@ def load(path: str | os.PathLike[str]) -> Settings:
         raise SettingsError(f"settings file {path}: {printable(error)}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise SettingsError(f"settings file {path}: not valid TOML: {printable(error)}") from error
+    if settings.versions.retention == "archive" and not settings.versions.archive:
+        raise SettingsError(f'settings file {path}: versions.retention = "archive" needs versions.archive, a folder')
     return _resolved(settings, path.absolute().parent)
 
 
@@ -185,4 +208,5 @@ def _resolved(settings: Settings, base: Path) -> Settings:
         socket=replace(settings.socket, endpoint=endpoint(settings.socket.endpoint)),
         events=replace(settings.events, endpoint=endpoint(settings.events.endpoint)),
         control=replace(settings.control, endpoint=endpoint(settings.control.endpoint)),
+        versions=replace(settings.versions, archive=absolute(settings.versions.archive)),
     )

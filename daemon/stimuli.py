@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from . import events, wire
 from .errors import Reason
@@ -39,6 +40,8 @@ class Seen(ShardStimulus):
     """Bytes of ours that it occupies until it is done: 0 for files."""
     identity: Hashable = None
     content: Hashable = None
+    claimed: int | None = None
+    """The version that its folder or its message names, before anybody has looked into it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +57,19 @@ class Inspected(ShardStimulus):
     slots: tuple[int, ...]
     skipped: int
     nbytes: int
+    run: str | None = None
+    """The trainer's incarnation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listed(ShardStimulus):
+    """Not a shard after all, but word of what a version consists of: an index, or a marker that it is all there."""
+
+    version: int | None
+    slots: tuple[int, ...] | None
+    """None: whatever has come is all."""
+    what: str
+    """``index`` or ``STABLE``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,9 +91,11 @@ class Placed(ShardStimulus):
     """Slot index -> name, of this shard's tensors that wait for their partner."""
     pending: tuple[wire.PendingHalf, ...]
     """All halves that wait now; ``age`` counts from ``now``."""
+    blocked: tuple[int, ...] = ()
+    """Those of ``waiting`` that can't be placed without their partner."""
     duplicates: int
     serving: bool
-    """Every slot is filled and every pair whole: the model can answer."""
+    """The model can answer."""
     filled: int
     seconds: float
 
@@ -101,6 +119,62 @@ class Expired(Stimulus):
     slots: tuple[tuple[int | None, int], ...]
     """(version, slot index) of each."""
     pending: tuple[wire.PendingHalf, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified(Stimulus):
+    """What came of a version's verification."""
+
+    version: int | None
+    failure: str = ""
+    """Why it may not go live; empty if it may."""
+    fused: tuple[int, ...] = ()
+    """Layers whose pair became whole by carrying the other half over."""
+    carried: int = 0
+    carried_bytes: int = 0
+    tokens: tuple[int, ...] = ()
+    """The canary's most likely next tokens; empty without one."""
+    fingerprint: str = ""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed(Stimulus):
+    """The staged version is live."""
+
+    version: int | None
+    leased: int
+    """Requests that still read the weights of the one before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolledBack(Stimulus):
+    """The version before is live again; or it could not be done, for this reason."""
+
+    failure: str = ""
+    leased: int = 0
+    ticket: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Freed(Stimulus):
+    """The last request that read the weights of the version before has ended: they may be written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ordered(Stimulus):
+    """A trainer or an operator wants something done with a version."""
+
+    ticket: str
+    """Whom to answer."""
+    order: Literal["commit", "rollback", "abort"]
+    version: int | None = None
+    slots: tuple[int, ...] | None = None
+    """With ``commit`` from a trainer: all that the version brings; None: whatever has come."""
+    unknown: tuple[str, ...] = ()
+    """Names among them that the model does not have."""
+    by_trainer: bool = False
+    run: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +206,14 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
+class Compare:
+    """The shard belongs to the version that is live: see whether it says the same; answer with Placed or Refused."""
+
+    key: str
+    version: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Release:
     """Close the shard, if it is open, and forget what was kept of it."""
 
@@ -140,9 +222,53 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class DropVersion:
-    """Give up all halves of a version that wait; answer with Expired."""
+    """Give up what a version has staged and all of its halves that wait; answer with Expired."""
+
+    version: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Verify:
+    """Carry over what the version did not bring, and see whether it is fit to go live; answer with Verified."""
+
+    version: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Make the staged version live; answer with Committed."""
+
+    version: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Rollback:
+    """Make the version before live again; answer with RolledBack."""
+
+    ticket: str
+
+
+@dataclass(frozen=True, slots=True)
+class NewRun:
+    """A trainer has begun to count anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retire:
+    """The files of a version may go, as far as the settings say so."""
 
     version: int
+    keys: tuple[tuple[str, Hashable], ...]
+    """Shards of the folder that were applied, each with the identity that it had then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """Answer an order."""
+
+    ticket: str
+    failure: str
+    detail: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,4 +286,18 @@ class Reply:
     answer: wire.Answer
 
 
-Instruction = Inspect | Place | Release | DropVersion | Publish | Reply
+Instruction = (
+    Inspect
+    | Place
+    | Compare
+    | Release
+    | DropVersion
+    | Verify
+    | Commit
+    | Rollback
+    | NewRun
+    | Retire
+    | Publish
+    | Reply
+    | Answered
+)

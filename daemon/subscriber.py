@@ -199,7 +199,7 @@ class Subscriber(Closing):
                 self.fused[event.layer] = event.version
             case events.LayerLoaded():
                 self.loaded[event.layer] = event.version
-            case events.VersionLive():
+            case events.VersionLive() | events.VersionRolledBack():
                 self.version = event.version if event.version is not None else self.version
             case events.ModelReady():
                 self.ready = True

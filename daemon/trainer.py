@@ -31,13 +31,17 @@ class Trainer(Closing):
     Args:
         endpoint: The daemon's ingest socket, such as ``ipc:///run/fusewire/ingest.sock``.
         timeout: Seconds that each push may take, waiting for a busy daemon included.
+        run: The trainer's incarnation: a new one, of any name, restarts the numbering of versions.
+        digest: Whether to send an xxh3-128 of each shard's data, for the daemon to check.
 
     A rejection is an answer (``status == "rejected"``), not an exception. DaemonUnreachable is raised when no
     answer came in time; what was sent may then have been applied or not, and may safely be sent again.
     """
 
-    def __init__(self, endpoint: str, timeout: float = 60.0) -> None:
+    def __init__(self, endpoint: str, timeout: float = 60.0, *, run: str | None = None, digest: bool = False) -> None:
         self._requester = Requester(endpoint, timeout)
+        self._run = run
+        self._digest = digest
         self._max_put_bytes = 0
 
     @property
@@ -70,14 +74,38 @@ class Trainer(Closing):
                 f"a shard of {size} bytes: the daemon takes {self.max_put_bytes} in one message "
                 "(socket.max_put_bytes). Use push_file, which splits it, or put it into the drop folder"
             )
-        header = wire.encode(wire.Put(version=version, name=name))
+        digest = _data_digest(shard) if self._digest else None
+        return self._ask([wire.encode(wire.Put(version=version, name=name, run=self._run, xxh3=digest)), shard])
+
+    def commit(self, version: int, tensors: Sequence[str] | None = None) -> wire.Answer:
+        """Say that a version has been sent: what it did not bring is carried over from the live one.
+
+        Args:
+            version: The trainer's step.
+            tensors: All that it consists of; None: whatever has been sent.
+
+        Returns:
+            ``accepted``, with what it still waits for in ``detail``, or ``rejected``. That it is live is an event.
+
+        Raises:
+            DaemonUnreachable: No answer came in time.
+        """
+        listed = None if tensors is None else list(tensors)
+        return self._ask([wire.encode(wire.Commit(version=version, tensors=listed, run=self._run))])
+
+    def abort(self, version: int) -> wire.Answer:
+        """Give a version up; what is live is not touched. Raises DaemonUnreachable when no answer came in time."""
+        return self._ask([wire.encode(wire.Abort(version=version, run=self._run))])
+
+    def _ask(self, frames: Sequence[Any]) -> wire.Answer:
+        """Send a request until the daemon is not too busy for it, within the timeout."""
         deadline = time.monotonic() + self._requester.timeout
         pause = FIRST_PAUSE
         while True:
             left = max(0.001, deadline - time.monotonic())
-            answer = self._requester.request([header, shard], wire.decode_ingest_reply, left)
+            answer = self._requester.request(frames, wire.decode_ingest_reply, left)
             if not isinstance(answer, wire.Answer):
-                raise ProtocolError(f"the daemon's answer to a put was {printable(answer)}")
+                raise ProtocolError(f"the daemon's answer was {printable(answer)}")
             if answer.status != "busy" or time.monotonic() + pause > deadline:
                 return answer
             time.sleep(pause)
@@ -89,7 +117,7 @@ class Trainer(Closing):
         """Push a shard file; one that is too large for a message goes in several, cut between tensors.
 
         Returns:
-            The answer to each message, in order. After a rejection nothing more is sent.
+            The answer to each message, in order. After a rejection, or a daemon that stays busy, nothing more is sent.
 
         Raises:
             OSError: The file can't be read.
@@ -109,7 +137,7 @@ class Trainer(Closing):
             for number, part in enumerate(parts, 1):
                 shard = build_part(file.fileno(), header, part)
                 answers.append(self.push_bytes(shard, version=version, name=f"{name} {number}/{len(parts)}"))
-                if answers[-1].status == "rejected":
+                if answers[-1].status in {"rejected", "busy"}:
                     break
         return answers
 
@@ -122,6 +150,15 @@ class Trainer(Closing):
     def close(self) -> None:
         """Close the connection."""
         self._requester.close()
+
+
+def _data_digest(shard: bytes | bytearray | memoryview) -> str:
+    """Return the xxh3-128 of a shard's data section."""
+    import xxhash  # noqa: PLC0415 - only who wants digests needs it
+
+    view = memoryview(shard).cast("B")
+    begin = LENGTH_BYTES + int.from_bytes(view[:LENGTH_BYTES], "little")
+    return xxhash.xxh3_128_hexdigest(view[begin:])
 
 
 def serialize(tensors: Mapping[str, Any]) -> bytes:

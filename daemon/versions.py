@@ -53,6 +53,35 @@ def versions_of_metadata(metadata: Mapping[str, str]) -> list[Claim]:
     return claims
 
 
+def run_of(told: str | None, metadata: Mapping[str, str]) -> str | None:
+    """Return the trainer's incarnation, from the message's header or the shard's metadata.
+
+    Raises:
+        ShardRejected: VERSION_DISAGREEMENT: they differ.
+    """
+    inside = metadata.get("run")
+    if told is not None and inside is not None and told != inside:
+        detail = f"the message says run {printable(told, 40)}, the metadata {printable(inside, 40)}"
+        raise ShardRejected(Reason.VERSION_DISAGREEMENT, detail)
+    return told or (printable(inside) if inside else None)
+
+
+def digest_of(told: str | None, metadata: Mapping[str, str]) -> str | None:
+    """Return the xxh3-128 of the data section that the sender gives, as 32 hexadecimal digits.
+
+    Raises:
+        ShardRejected: DIGEST_MISMATCH: it is no digest, or message and metadata differ.
+    """
+    inside = metadata.get("xxh3")
+    if inside is not None and not re.fullmatch(r"[0-9a-f]{32}", inside):
+        raise ShardRejected(
+            Reason.DIGEST_MISMATCH, "metadata xxh3 is no xxh3-128 digest: 32 hexadecimal digits are needed"
+        )
+    if told is not None and inside is not None and told != inside:
+        raise ShardRejected(Reason.DIGEST_MISMATCH, "the message and the metadata give different digests")
+    return told or inside
+
+
 def reconcile(claims: Iterable[Claim]) -> int | None:
     """Return the one version that all claims name; None without any.
 

@@ -12,14 +12,17 @@ import msgspec
 
 from .errors import ProtocolError, printable
 from .events import AnyEvent
+from .lifecycle import VersionState
 
-HEADER_LIMIT = 64 * 1024
-"""Longest header of an ingest request, in bytes."""
+HEADER_LIMIT = 8 * 1024 * 1024
+"""Longest header of an ingest request, in bytes: a commit that lists all tensors of DeepSeek-V3 has 6 MB."""
 CONTROL_LIMIT = 4 * 1024 * 1024
 """Longest control request, in bytes: a prompt of 131,072 token ids fits."""
 
 Version = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Label = Annotated[str, msgspec.Meta(max_length=200)]
+Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+Names = Annotated[list[Annotated[str, msgspec.Meta(max_length=500)]], msgspec.Meta(min_length=1, max_length=200_000)]
 TokenIds = Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(min_length=1)]
 
 
@@ -41,9 +44,29 @@ class Put(_Request, frozen=True, kw_only=True, tag="put"):
     """The trainer's step; None leaves it to the shard's metadata, else it is the rolling version."""
     name: Label | None = None
     """What to call the shard in answers, events and logs."""
+    run: Label | None = None
+    """The trainer's incarnation: a new one restarts the numbering of versions."""
+    xxh3: Digest | None = None
+    """xxh3-128 of the shard's data section, as 32 hexadecimal digits: then the bytes are checked against it."""
 
 
-IngestRequest = Hello | Put
+class Commit(_Request, frozen=True, kw_only=True, tag="commit"):
+    """All of a version has been sent, or these are the tensors that it consists of; the rest is carried over."""
+
+    version: Version
+    tensors: Names | None = None
+    """None: whatever has come when the last shard that is on its way is in place."""
+    run: Label | None = None
+
+
+class Abort(_Request, frozen=True, kw_only=True, tag="abort"):
+    """Give a version up."""
+
+    version: Version
+    run: Label | None = None
+
+
+IngestRequest = Hello | Put | Commit | Abort
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="welcome"):
@@ -94,6 +117,28 @@ class GetPending(_Request, frozen=True, kw_only=True, tag="pending"):
     """Ask for the halves that wait."""
 
 
+class CommitVersion(_Request, frozen=True, kw_only=True, tag="commit"):
+    """Let a version go live: a verified one at once, an open one as soon as what it brings is in place."""
+
+    version: Version | None = None
+    """None: the one that is being staged."""
+
+
+class RollbackVersion(_Request, frozen=True, kw_only=True, tag="rollback"):
+    """Make the version before live again."""
+
+
+class AbortVersion(_Request, frozen=True, kw_only=True, tag="abort"):
+    """Give up a version that is not live."""
+
+    version: Version | None = None
+    """None: the one that is being staged."""
+
+
+class GetVersions(_Request, frozen=True, kw_only=True, tag="versions"):
+    """Ask for all versions that anything is known of."""
+
+
 class Generate(_Request, frozen=True, kw_only=True, tag="generate"):
     """Continue token ids greedily with the live weights."""
 
@@ -103,7 +148,17 @@ class Generate(_Request, frozen=True, kw_only=True, tag="generate"):
     """Seconds after which the daemon gives up and says so."""
 
 
-ControlRequest = GetStatus | GetSnapshot | GetReplay | GetPending | Generate
+ControlRequest = (
+    GetStatus
+    | GetSnapshot
+    | GetReplay
+    | GetPending
+    | GetVersions
+    | CommitVersion
+    | RollbackVersion
+    | AbortVersion
+    | Generate
+)
 
 
 class PendingHalf(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,9 +210,22 @@ class VersionStatus(msgspec.Struct, frozen=True, kw_only=True):
     """How far one version has come."""
 
     version: int | None
-    state: Literal["open", "live"]
-    filled: int
+    state: VersionState
+    staged: bool = False
+    """Whether its shards are being placed; of the versions that are not live or over, one is."""
+    filled: int = 0
     """Slots that this version has filled, of ``Status.slots_total``."""
+    waiting_shards: int = 0
+    """Its shards that wait for its turn."""
+    missing: tuple[str, ...] = ()
+    """Names of tensors that it lacks to be complete, the first hundred."""
+    missing_count: int = 0
+    stalled: bool = False
+    """It has not grown for ``versions.stale_after``."""
+    idle: float = 0.0
+    """Seconds since it last grew."""
+    detail: str = ""
+    """Why it ended, or what it waits for."""
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="status"):
@@ -170,10 +238,14 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="s
     model: str
     """Architecture and size: ``deepseek_v2, 3 layers, float32``."""
     mode: str
-    """``in place``: one generation, updated between forward passes."""
+    """``two generations``, one live and one staged; or ``in place``: one, updated between forward passes."""
     version: int | None
     """The live numbered version; None before there is one."""
     versions: tuple[VersionStatus, ...]
+    run: str | None
+    """The trainer's incarnation, if it has told."""
+    staging_waits: str
+    """Why nothing new can be staged now; empty if it can."""
     slots_filled: int
     slots_total: int
     layers: Layers
@@ -223,8 +295,22 @@ class Generated(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag
 
     token_ids: tuple[int, ...]
     version: int | None
-    """The version that was live when the request began."""
+    """The version that was live when the request began: all tokens are its own."""
     seconds: float
+
+
+class VersionList(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="versions"):
+    """Answer to ``versions``."""
+
+    live: int | None
+    staging_waits: str
+    versions: tuple[VersionStatus, ...]
+
+
+class Done(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="done"):
+    """An order was carried out, or will be; ``detail`` says which."""
+
+    detail: str
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="error"):
@@ -234,7 +320,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="e
     detail: tuple[str, ...] = ()
 
 
-ControlReply = Status | Snapshot | Replay | Pending | Generated | Failed
+ControlReply = Status | Snapshot | Replay | Pending | Generated | VersionList | Done | Failed
 
 IngestReply = Answer | Welcome
 

@@ -10,7 +10,7 @@ from .errors import (
     StaleError,
     WeightsError,
 )
-from .finite import NotFinite
+from .finite import NotFinite, all_finite
 from .fusion import ExpiredHalf, FusionCache, PendingHalf
 from .generation import TORCH_DTYPES, Generation, Stamp
 from .leases import Leases
@@ -53,4 +53,5 @@ __all__ = [
     "TensorMeta",
     "Update",
     "WeightsError",
+    "all_finite",
 ]

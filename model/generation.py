@@ -74,10 +74,7 @@ class Generation:
     def __init__(self, table: SlotTable, device: torch.device | str = "cpu") -> None:
         self.table = table
         self.device = torch.device(device)
-        offsets, end = {}, 0
-        for name, spec in table.parameters.items():
-            offsets[name] = end
-            end += -(-_nbytes(spec) // PAGE) * PAGE
+        offsets, end = storage_layout(table)
         self.nbytes = end
         self._storage = _host_storage(end) if self.device.type == "cpu" else self._device_storage(end)
         self.parameters: dict[str, torch.Tensor] = {}
@@ -157,6 +154,15 @@ class Generation:
 
     def _device_storage(self, nbytes: int) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+
+
+def storage_layout(table: SlotTable) -> tuple[dict[str, int], int]:
+    """Return where each parameter begins in the storage, and the size of all, in bytes."""
+    offsets, end = {}, 0
+    for name, spec in table.parameters.items():
+        offsets[name] = end
+        end += -(-_nbytes(spec) // PAGE) * PAGE
+    return offsets, end
 
 
 def _nbytes(spec: ParameterSpec) -> int:

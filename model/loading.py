@@ -56,6 +56,14 @@ class Destination:
         self._generation = generation
         self._copy = copy
 
+    @classmethod
+    def of_rows(cls, generation: Generation, slot: Slot, *, in_place: bool = False) -> Destination:
+        """Return a slot's rows, by way of its scale if it has one."""
+        scale = None
+        if slot.scale is not None:
+            scale = generation.parameters[f"{slot.name.rpartition('.')[0]}.{SCALE_LEAF}"]
+        return cls(slot, generation, in_place=in_place, scale=scale)
+
     @property
     def tensor(self) -> torch.Tensor:
         """Flat and contiguous: rows of a parameter, or the copy."""
@@ -315,7 +323,9 @@ class Update:
         return torch.float8_e4m3fn if slot.scale is not None else self._weights.generation.rows(slot).dtype
 
     def _destination(self, slot: Slot, copy: torch.Tensor | None) -> Destination:
-        return _destination(self._weights.generation, slot, copy, in_place=self._serving)
+        if copy is not None:
+            return Destination(slot, self._weights.generation, copy)
+        return Destination.of_rows(self._weights.generation, slot, in_place=self._serving)
 
     def _is_whole(self, group: int) -> bool:
         generation = self._weights.generation
@@ -331,24 +341,12 @@ def repeats(weights: Weights, plan: LoadPlan, version: int | None) -> tuple[Dest
         return ()
     found = []
     for slot in plan.slots:
-        copy = None
-        if slot.group is not None and slot.index in (there := weights.fusion.waiting(version, slot.group)):
-            copy = there[slot.index].tensor
-        if copy is not None or weights.generation.carries(slot, weights.stage):
-            found.append(_destination(weights.generation, slot, copy))
+        waiting = None if slot.group is None else weights.fusion.waiting(version, slot.group).get(slot.index)
+        if waiting is not None:
+            found.append(Destination(slot, weights.generation, waiting.tensor))
+        elif weights.generation.carries(slot, weights.stage):
+            found.append(Destination.of_rows(weights.generation, slot))
     return tuple(found)
-
-
-def _destination(
-    generation: Generation, slot: Slot, copy: torch.Tensor | None, *, in_place: bool = False
-) -> Destination:
-    """Return a copy, or a slot's rows by way of its scale if it has one."""
-    if copy is not None:
-        return Destination(slot, generation, copy)
-    scale = None
-    if slot.scale is not None:
-        scale = generation.parameters[f"{slot.name.rpartition('.')[0]}.{SCALE_LEAF}"]
-    return Destination(slot, generation, in_place=in_place, scale=scale)
 
 
 def _newer(stamp: Stamp | None, version: int) -> bool:

@@ -20,7 +20,7 @@ from .errors import ConflictError, NotReadyError, Offender, WeightsError
 from .finite import NotFinite, not_finite
 from .fusion import ExpiredHalf, FusionCache, PendingHalf
 from .gate import Gate
-from .generation import SAFETENSORS_DTYPES, Generation
+from .generation import SAFETENSORS_DTYPES, Generation, storage_layout
 from .loading import Destination, LoadReport, Update, Weights, alone, groups_whole, place_alone, repeats
 from .names import LoadPlan, SlotTable, TensorMeta, names_by_layer
 from .rope import Rope
@@ -94,6 +94,12 @@ class DeepseekV2ForCausalLM:
         self._rope = Rope(config, self.device)
         self._serving = False
         self._untold: list[ExpiredHalf] = []
+
+    @staticmethod
+    def nbytes(config: DeepseekV2Config, dtype: torch.dtype | None = None, *, keep_fp8: bool = True) -> int:
+        """Return how many bytes one generation of a model takes, without allocating any."""
+        table = SlotTable.build(config, None if dtype is None else SAFETENSORS_DTYPES[dtype], keep_fp8=keep_fp8)
+        return storage_layout(table)[1]
 
     # ------------------------------------------------------------------------------------- serving
 
@@ -331,6 +337,24 @@ class DeepseekV2ForCausalLM:
             self.abort(update)
             raise
 
+    def repeats(self, plan: LoadPlan, version: int | None) -> tuple[Destination, ...]:
+        """Return what this version has brought of these tensors already; changes nothing. See `loading.repeats`."""
+        if not self.staging.in_place and not self.staging.is_open:
+            return ()
+        return repeats(self._state(version), plan, version)
+
+    def live_repeats(self, plan: LoadPlan, version: int | None) -> tuple[tuple[Destination, ...], tuple[str, ...]]:
+        """Return the values that tensors of the live version must have, and the names that it did not bring."""
+        live = self.generation
+        found, new = [], []
+        for slot in plan.slots:
+            stamps = live.of_stack(slot) if slot.count > 1 else [live.stamps[slot.index]]
+            if all(stamp is not None and stamp.version == version for stamp in stamps):
+                found.append(Destination.of_rows(live, slot))
+            else:
+                new.append(slot.name)
+        return tuple(found), tuple(new)
+
     def begin(self, plan: LoadPlan, version: int | None, source: str) -> Update:
         """Begin an update; end it by `finish` or `abort`. See `Update` for what it raises."""
         serving = self._serving and self.staging.in_place
@@ -369,7 +393,11 @@ class DeepseekV2ForCausalLM:
     def pending(self) -> tuple[PendingHalf, ...]:
         """Return all halves that wait. For the thread that loads."""
         staging = self.staging
-        rows = alone(staging.staged, None if staging.in_place else staging.stage)
+        rows = (
+            []
+            if not staging.in_place and not staging.is_open
+            else alone(staging.staged, None if staging.in_place else staging.stage)
+        )
         return (*self.fusion.pending(), *rows)
 
     def _state(self, version: int | None) -> Weights:

@@ -190,6 +190,17 @@ class SlotTable:
                 return "multi-token prediction layer, not used for decoding"
         return None
 
+    def locate(self, names: Iterable[str]) -> tuple[list[Slot], list[str]]:
+        """Return the slots of some checkpoint tensors, and the names that are unknown; known ones are skipped."""
+        slots, unknown = [], []
+        for name in names:
+            slot = self.slots.get(name) or self.stacks.get(name)
+            if slot is not None:
+                slots.append(slot)
+            elif self.skip_reason(name) is None:
+                unknown.append(name)
+        return slots, unknown
+
     def plan(self, metas: Mapping[str, TensorMeta]) -> LoadPlan:
         """Check tensors against the table.
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from .generation import Generation, Stamp
-from .leases import Leases
+from .leases import Held, Leases
 from .names import Slot
 
 
@@ -59,6 +59,8 @@ class Staging:
         """Slots in which the staged generation may differ from the live one, apart from what the stage has written."""
         self._of_version: dict[int | None, int] = {}
         self._complete = False
+        self._brought: set[int] | None = None
+        """What the stage has brought, as of `carry`: then the flip need not look at any slot."""
 
     @property
     def in_place(self) -> bool:
@@ -81,6 +83,10 @@ class Staging:
         """Whether the version that was live before is still whole in the generation that is not live."""
         return not self.in_place and self.live is not None and self._complete and not self.staged.changed
 
+    def staged_leases(self) -> Held:
+        """Return the requests that still read the generation that is to be written. For any thread."""
+        return self.leases.held(self._staged_index()) if not self.in_place else Held(0, 0.0)
+
     def begin(self, version: int | None) -> None:
         """Begin a stage for a version. What the staged generation held can be lost from now on.
 
@@ -95,7 +101,7 @@ class Staging:
         if held.leases:
             raise StagingError(f"{held.leases} requests still read the generation, the oldest for {held.age:.1f} s")
         self.stage += 1
-        self.version, self.is_open = version, True
+        self.version, self.is_open, self._brought = version, True, None
 
     def of(self, version: int | None) -> int:
         """Return the stage of a version, in which its tensors find one another.
@@ -138,7 +144,7 @@ class Staging:
         begin = time.monotonic()
         staged, live = self.staged, self.live
         brought = self.brought()
-        there = {slot.index for slot in brought}
+        there = self._brought = {slot.index for slot in brought}
         wanted = sorted((self._behind | staged.changed) - there)
         if wanted and live is None:
             raise StagingError(f"{len(wanted)} slots are missing, and no weights are live to carry them over from")
@@ -167,15 +173,16 @@ class Staging:
         """Make the staged generation live: the commit. Returns how many leases the one before still has."""
         staged = self.staged
         assert staged.filled == len(self._slots), "nothing is live until every slot of it is filled"
-        brought = self.brought() if self.live is not None else self._slots
-        self._behind = {slot.index for slot in brought}
+        if self._brought is None:
+            self._brought = {slot.index for slot in self.brought()}
+        self._behind = self._brought if self.live is not None else set(range(len(self._slots)))
         self._complete = self.live is not None
         staged.version = self.version
         staged.torn = False
-        staged.changed.clear()
+        staged.changed = set()
         self.is_open = False
         held = self.leases.flip(self._staged_index())
-        self.staged.changed.clear()
+        self.staged.changed = set()
         return held
 
     def flip_back(self) -> int:

@@ -32,11 +32,12 @@ from watchdog.observers import Observer
 from watchdog.observers.api import BaseObserver
 
 from fusewire.daemon.errors import StartError, printable
+from fusewire.daemon.manifest import is_marker
 from fusewire.daemon.payload import Identity
 from fusewire.daemon.settings import Folder
 
 from .filesystems import is_private_tmp, needs_polling
-from .scan import FileHint, Found, is_shard_name, look, scan
+from .scan import FileHint, Found, is_wanted, look, scan
 
 POLL_INTERVAL = 1.0
 """Seconds between scans where inotify can't be relied upon, and between attempts to get out of trouble.
@@ -340,7 +341,9 @@ class Handler(FileSystemEventHandler):
                 return
             path = os.fsdecode(event.dest_path or event.src_path)
             relative = PurePath(path.removeprefix(self._prefix))
-            if is_shard_name(relative):
+            if is_marker(relative):
+                self._request_scan()  # it speaks of all files beside it: they have to be known first
+            elif is_wanted(relative):
                 self._hint(relative)
         except Exception:  # noqa: BLE001 - whatever it was: the scan will find what the hint was about
             self._request_scan()

@@ -28,6 +28,16 @@ class Offer:
     version: int | None
     payload: zmq.Frame
     """The whole shard; its memory is the message's own, nothing was copied."""
+    run: str | None
+    xxh3: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A client wants something done with a version."""
+
+    key: str
+    request: wire.Commit | wire.Abort
 
 
 class SocketSource:
@@ -49,8 +59,8 @@ class SocketSource:
         self.socket = self._router.socket
         self.endpoint = self._router.endpoint
 
-    def offers(self) -> Iterator[Offer]:
-        """Yield the shards that have come in; greet, and refuse what is malformed, on the way."""
+    def offers(self) -> Iterator[Offer | Order]:
+        """Yield the shards and orders that have come in; greet, and refuse what is malformed, on the way."""
         for request in self._router.requests():
             try:
                 offer = self._read(request)
@@ -79,7 +89,7 @@ class SocketSource:
         """Close the socket."""
         self._router.close()
 
-    def _read(self, request: Request) -> Offer | None:
+    def _read(self, request: Request) -> Offer | Order | None:
         if not request.body:
             raise ProtocolError("empty request: send a JSON header, and for put the shard in a second frame")
         header = wire.decode_ingest_request(request.body[0].bytes)
@@ -88,6 +98,11 @@ class SocketSource:
             if frames != 1:
                 raise ProtocolError(f"hello is one frame, not {frames}")
             return None
+        if isinstance(header, wire.Commit | wire.Abort):
+            if frames != 1:
+                raise ProtocolError(f"commit and abort are one frame, not {frames}")
+            self._count += 1
+            return Order(f"socket:{self._count}", header)
         if frames != 2:  # noqa: PLR2004 - header and payload
             raise ProtocolError(f"put is two frames, header and shard, not {frames}")
         self._count += 1
@@ -96,4 +111,6 @@ class SocketSource:
             name=printable(header.name or f"put-{self._count}"),
             version=header.version,
             payload=request.body[1],
+            run=header.run,
+            xxh3=header.xxh3,
         )

@@ -22,6 +22,23 @@ from torch import Tensor
 from fusewire.daemon import demo, events, wire
 from fusewire.daemon.client import Control, Subscriber, Trainer
 from fusewire.daemon.errors import FusewireError
+from fusewire.daemon.ledger import Ledger
+from fusewire.daemon.progress import Coverage
+from fusewire.daemon.roster import Policy
+from fusewire.daemon.stimuli import (
+    Commit,
+    Committed,
+    Inspected,
+    Instruction,
+    Ordered,
+    Placed,
+    Publish,
+    Reply,
+    Seen,
+    Stimulus,
+    Verified,
+    Verify,
+)
 
 CHECKPOINTS = Path(demo.__file__).parent / "checkpoints"
 TIMEOUT = 30.0
@@ -212,3 +229,113 @@ def next_event() -> NextEvent:
         raise AssertionError(f"no {kind.__name__} {fields} within {TIMEOUT} s")
 
     return wait
+
+
+# ------------------------------------------------------------------------------------ the ledger alone
+
+# Slots: 0 = embedding; layer 0: 1 = q_a, 2 = kv_a, 3 = rest; layer 1: 4, 5, 6.
+COVERAGE = Coverage(
+    layer_of=(None, 0, 0, 0, 1, 1, 1),
+    fusions={0: (1, 2), 1: (4, 5)},
+    layers=2,
+    names=("embed", "0.q_a", "0.kv_a", "0.rest", "1.q_a", "1.kv_a", "1.rest"),
+)
+EVERYTHING = tuple(range(7))
+
+
+class Driver:
+    """A ledger whose invariants are checked after each step, and shorthands for what happens to it."""
+
+    def __init__(self, *, held_limit: int = 100, known_limit: int = 1000, policy: Policy | None = None) -> None:
+        self.ledger = Ledger(COVERAGE, held_limit=held_limit, known_limit=known_limit, policy=policy)
+        self.now = 0.0
+        self.leased = 0
+        """Leases on the generation before, at each commit."""
+        self.versions_follow = True
+        """Whether a loader verifies and commits at once what it is told to."""
+
+    def __call__(self, stimulus: Stimulus) -> list[Instruction]:
+        self.now = max(self.now, stimulus.now)
+        out = self.ledger.handle(stimulus)
+        self.ledger.validate()
+        if self.versions_follow:
+            for instruction in list(out):
+                if isinstance(instruction, Verify):
+                    out += self(Verified(now=self.now, version=instruction.version))
+                elif isinstance(instruction, Commit):
+                    out += self(Committed(now=self.now, version=instruction.version, leased=self.leased))
+        return out
+
+    def seen(
+        self, key: str, identity: Any = 1, content: Any = None, held: int = 0, claimed: int | None = None
+    ) -> list[Instruction]:
+        content = identity if content is None else content
+        return self(
+            Seen(
+                key=key,
+                name=key,
+                source="folder",
+                identity=identity,
+                content=content,
+                held=held,
+                claimed=claimed,
+                now=self.now,
+            )
+        )
+
+    def inspected(
+        self, key: str, version: int | None = None, slots: tuple[int, ...] = (0,), run: str | None = None
+    ) -> list[Instruction]:
+        return self(Inspected(key=key, now=self.now, version=version, slots=slots, skipped=0, nbytes=10, run=run))
+
+    def order(self, order: Any, version: int | None = None, **fields: Any) -> list[Instruction]:
+        return self(Ordered(now=self.now, ticket="t", order=order, version=version, **fields))
+
+    def placed(self, key: str, fused: tuple[int, ...] = (), **changes: Any) -> list[Instruction]:
+        waiting = changes.get("waiting", {})
+        halves = [slot for layer in fused for slot in COVERAGE.fusions[layer]]
+        slots = self.ledger.shards[key].slots
+        fields: dict[str, Any] = {
+            "arrived": tuple(sorted({slot for slot in slots if slot not in waiting} | set(halves))),
+            "waiting": {},
+            "pending": (),
+            "duplicates": 0,
+            "serving": False,
+            "filled": 1,
+            "seconds": 0.1,
+        }
+        return self(Placed(key=key, now=self.now, fused=fused, **(fields | changes)))
+
+    def apply(self, key: str, version: int | None, slots: tuple[int, ...], **placed: Any) -> list[Instruction]:
+        """Take a shard through its whole life; return what its placing led to."""
+        self.seen(key)
+        self.inspected(key, version, slots)
+        return self.placed(key, **placed)
+
+    @staticmethod
+    def published(out: list[Instruction]) -> list[str]:
+        return [instruction.event.message for instruction in out if isinstance(instruction, Publish)]
+
+    @staticmethod
+    def answers(out: list[Instruction]) -> list[wire.Answer]:
+        return [instruction.answer for instruction in out if isinstance(instruction, Reply)]
+
+
+@pytest.fixture
+def new_driver() -> Iterator[Callable[..., Driver]]:
+    """``new_driver(held_limit=…, known_limit=…, policy=…)``: a ledger whose invariants are checked after each step."""
+    made: list[Driver] = []
+
+    def make(**options: Any) -> Driver:
+        made.append(Driver(**options))
+        return made[-1]
+
+    yield make
+    for driver in made:
+        driver.ledger.validate()
+
+
+@pytest.fixture(scope="session")
+def driver_class() -> type[Driver]:
+    """The same, for state machines."""
+    return Driver

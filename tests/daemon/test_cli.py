@@ -68,6 +68,10 @@ def test_push_prints_each_answer(daemon: Any, tmp_path: Path) -> None:
     pending = json.loads(fusewire("pending", "--json", "-c", daemon.config_path).stdout)
     assert [(p["tensor"], p["version"]) for p in pending] == [(half, 7)]
     assert half in fusewire("pending", "-c", daemon.config_path).stdout
+    listed = json.loads(fusewire("versions", "--json", "-c", daemon.config_path).stdout)
+    assert [(v["version"], v["staged"]) for v in listed["versions"] if v["state"] == "open"] == [(7, True)]
+    given_up = fusewire("abort", 7, "-c", daemon.config_path)
+    assert given_up.stdout.strip() == "done version 7 is aborted; what is live was not touched"
 
 
 def test_status_for_people_and_for_programs(daemon: Any) -> None:
@@ -75,7 +79,7 @@ def test_status_for_people_and_for_programs(daemon: Any) -> None:
     assert told["state"] == "ready"
     assert told["layers"]["fused"] == [0, 1, 2]
     text = fusewire("status", "--endpoint", daemon.endpoint("control")).stdout
-    for fact in ("ready", "deepseek_v2, 3 layers", "89 of 89 filled", "3 of 3: 0-2", "throughput", "in place"):
+    for fact in ("ready", "deepseek_v2, 3 layers", "89 of 89 filled", "3 of 3: 0-2", "throughput", "two generations"):
         assert fact in text
 
 
@@ -221,7 +225,10 @@ def test_no_daemon(tmp_path: Path) -> None:
     assert time.monotonic() - begin < 10
 
 
-COMMANDS = ["run", "check-config", "push", "listen", "status", "pending", "generate", "inspect", "demo"]
+COMMANDS = [
+    *("run", "check-config", "push", "listen", "status", "pending", "generate", "inspect", "demo"),
+    *("versions", "commit", "rollback", "abort"),
+]
 
 
 def test_these_are_all_commands() -> None:

@@ -152,6 +152,8 @@ class FakeDaemon:
             answer = self.answers.pop(0)
             if isinstance(answer, bytes) or answer.status != "applied":
                 return answer if isinstance(answer, bytes) else wire.encode(answer)
+        if not isinstance(request, wire.Put):
+            return wire.encode(wire.Answer(status="accepted", version=request.version, detail=repr(request)))
         self.puts.append((request, frames[1]))
         return wire.encode(wire.Answer(status="applied", shard=request.name or "", version=request.version))
 

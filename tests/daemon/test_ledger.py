@@ -2,100 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from fusewire.daemon import events, wire
 from fusewire.daemon.errors import Reason
-from fusewire.daemon.ledger import IN_FLIGHT, RETRIES, Ledger, State
-from fusewire.daemon.progress import OPEN_VERSIONS, Coverage
+from fusewire.daemon.ledger import IN_FLIGHT, RETRIES, State
+from fusewire.daemon.lifecycle import VersionState
+from fusewire.daemon.roster import OPEN_VERSIONS, Policy
 from fusewire.daemon.stimuli import (
+    Answered,
+    Commit,
+    Committed,
+    Compare,
     DropVersion,
     Expired,
+    Freed,
     Gone,
     Inspect,
-    Inspected,
     Instruction,
+    Listed,
     NotReady,
+    Ordered,
     Place,
-    Placed,
     Publish,
     Refused,
     Release,
     Reply,
+    Rollback,
+    RolledBack,
     Seen,
-    Stimulus,
     Stop,
     Tick,
+    Verified,
+    Verify,
 )
 
-# Slots: 0 = embedding; layer 0: 1 = q_a, 2 = kv_a, 3 = rest; layer 1: 4, 5, 6.
-COVERAGE = Coverage(layer_of=(None, 0, 0, 0, 1, 1, 1), fusions={0: (1, 2), 1: (4, 5)}, layers=2)
 EVERYTHING = tuple(range(7))
-
-
-class Driver:
-    """A ledger whose invariants are checked after each step, and shorthands for what happens to it."""
-
-    def __init__(self, *, held_limit: int = 100, known_limit: int = 1000) -> None:
-        self.ledger = Ledger(COVERAGE, held_limit=held_limit, known_limit=known_limit)
-        self.now = 0.0
-
-    def __call__(self, stimulus: Stimulus) -> list[Instruction]:
-        self.now = max(self.now, stimulus.now)
-        out = self.ledger.handle(stimulus)
-        self.ledger.validate()
-        return out
-
-    def seen(self, key: str, identity: Any = 1, content: Any = None, held: int = 0) -> list[Instruction]:
-        content = identity if content is None else content
-        return self(
-            Seen(
-                key=key,
-                name=key,
-                source="folder",
-                identity=identity,
-                content=content,
-                held=held,
-                now=self.now,
-            )
-        )
-
-    def inspected(self, key: str, version: int | None = None, slots: tuple[int, ...] = (0,)) -> list[Instruction]:
-        return self(Inspected(key=key, now=self.now, version=version, slots=slots, skipped=0, nbytes=10))
-
-    def placed(self, key: str, fused: tuple[int, ...] = (), **changes: Any) -> list[Instruction]:
-        waiting = changes.get("waiting", {})
-        halves = [slot for layer in fused for slot in COVERAGE.fusions[layer]]
-        slots = self.ledger.shards[key].slots
-        fields: dict[str, Any] = {
-            "arrived": tuple(sorted({slot for slot in slots if slot not in waiting} | set(halves))),
-            "waiting": {},
-            "pending": (),
-            "duplicates": 0,
-            "serving": False,
-            "filled": 1,
-            "seconds": 0.1,
-        }
-        return self(Placed(key=key, now=self.now, fused=fused, **(fields | changes)))
-
-    def apply(self, key: str, version: int | None, slots: tuple[int, ...], **placed: Any) -> list[Instruction]:
-        """Take a shard through its whole life; return what its placing led to."""
-        self.seen(key)
-        self.inspected(key, version, slots)
-        return self.placed(key, **placed)
+Driver = Any
+NewDriver = Callable[..., Any]
 
 
 @pytest.fixture
-def drive() -> Iterator[Driver]:
-    driver = Driver()
-    yield driver
-    driver.ledger.validate()
+def drive(new_driver: NewDriver) -> Driver:
+    return new_driver()
 
 
 def published(out: list[Instruction]) -> list[str]:
@@ -115,7 +70,7 @@ def test_a_shard_is_inspected_placed_and_announced(drive: Driver) -> None:
     assert all(i.event.version == 7 for i in out if isinstance(i, Publish))
     assert [(a.status, a.fused, a.version) for a in answers(out)] == [("applied", (0,), 7)]
     assert Release("a") in out
-    assert drive.ledger.versions.fused == {0: 7}
+    assert drive.ledger.versions.layers.fused == {0: 7}
 
 
 def test_events_precede_the_answer(drive: Driver) -> None:
@@ -279,14 +234,20 @@ def test_a_slot_that_comes_twice_counts_once(drive: Driver) -> None:
     assert "layer 0 loaded" not in published(out)
 
 
-def test_a_complete_version_goes_live_and_ends_the_older_ones(drive: Driver) -> None:
+def test_a_complete_version_takes_the_place_of_an_older_one(drive: Driver) -> None:
     drive.apply("old", 3, (1,), waiting={1: "q_a"})
-    out = drive.apply("all", 5, EVERYTHING, fused=(0, 1), serving=True, filled=7)
+    drive.seen("all")
+    out = drive.inspected("all", 5, EVERYTHING)
+    assert published(out) == ["version 3 superseded: version 5 is complete"]
+    assert DropVersion(3) in out
+    assert out[-1] == Inspect("all")
+    drive.inspected("all", 5, EVERYTHING)
+    out = drive.placed("all", fused=(0, 1), serving=True, filled=7)
 
     told = [i.event for i in out if isinstance(i, Publish)]
     kinds = [type(event) for event in told]
-    assert kinds.index(events.VersionComplete) < kinds.index(events.VersionLive) < kinds.index(events.ModelReady)
-    assert DropVersion(3) in out
+    order = [events.VersionComplete, events.VersionVerified, events.VersionLive, events.ModelReady]
+    assert [kind for kind in kinds if kind in order] == order
     assert drive.ledger.versions.live == 5
 
 
@@ -303,23 +264,26 @@ def test_a_shard_older_than_live_is_stale(drive: Driver, version: int) -> None:
 def test_the_live_version_and_the_rolling_one_are_never_stale(drive: Driver) -> None:
     drive.apply("all", 5, EVERYTHING, fused=(0, 1), serving=True)
     drive.seen("a")
-    assert drive.inspected("a", 5, (0,)) == [Place("a", 5)]
+    assert drive.inspected("a", 5, (0,)) == [Compare("a", 5)]
     drive.placed("a")
     drive.seen("b")
     assert drive.inspected("b", None, (0,)) == [Place("b", None)]
 
 
 def test_open_versions_are_bounded(drive: Driver) -> None:
-    dropped = []
-    for version in range(1, OPEN_VERSIONS + 5):
+    """One is staged; of those that wait, the oldest end."""
+    out: list[Instruction] = []
+    for version in range(OPEN_VERSIONS + 4):
         drive.seen(f"s{version}")
-        out = drive.inspected(f"s{version}", version, (0,))
-        dropped += [i.version for i in out if isinstance(i, DropVersion)]
-        drive.placed(f"s{version}")
-    drive.seen("late")
+        out += drive.inspected(f"s{version}", version, (0,))
+        if version == 0:
+            drive.placed("s0")
 
-    assert dropped == [1, 2, 3, 4]
-    assert [a.reason for a in answers(drive.inspected("late", 4, (0,)))] == ["stale_version"]
+    ended = [message for message in published(out) if message.startswith("version")]
+    assert ended == [f"version {v} superseded: too many newer versions have begun" for v in (1, 2, 3)]
+    assert [a.reason for a in answers(out)] == ["stale_version"] * 3
+    drive.seen("late")
+    assert [a.reason for a in answers(drive.inspected("late", 2, (0,)))] == ["stale_version"]
 
 
 def test_readiness_is_told_once(drive: Driver) -> None:
@@ -339,15 +303,16 @@ def test_the_rolling_version_tells_each_round_of_a_layer(drive: Driver) -> None:
 
 
 def test_an_expired_half_is_told_and_is_missing_again(drive: Driver) -> None:
-    drive.apply("a", 2, (0, 3), fused=())
-    drive.ledger.versions.progress[2].filled.add(1)
-    drive.ledger.versions.progress[2].missing[0] -= 1
+    drive.apply("a", 2, (0, 1, 3), waiting={1: "q_a"})
+    staged = drive.ledger.versions.staged
+    assert staged is not None
+    assert staged.came == {0, 1, 3}
     event = events.FusionExpired(layer=0, tensor="q_a", age=9, nbytes=3, cause="age", message="given up")
     out = drive(Expired(now=9, halves=(event,), slots=((2, 1),), pending=()))
 
     assert published(out) == ["given up"]
     assert drive.ledger.counters["halves_expired"] == 1
-    assert drive.ledger.versions.progress[2].missing[0] == 2
+    assert staged.came == {0, 3}
 
 
 def test_unproven_bytes_unfill_their_slots(drive: Driver) -> None:
@@ -356,7 +321,8 @@ def test_unproven_bytes_unfill_their_slots(drive: Driver) -> None:
     drive.inspected("b", 1, (3,))
     drive(Refused(key="b", now=0, reason=Reason.INTERNAL_ERROR, detail="", unfilled=(3,)))
 
-    assert 3 not in drive.ledger.versions.progress[1].filled
+    assert drive.ledger.versions.staged is not None
+    assert drive.ledger.versions.staged.filled == set()
 
 
 def test_stopping_answers_clients_and_starts_nothing(drive: Driver) -> None:
@@ -370,8 +336,8 @@ def test_stopping_answers_clients_and_starts_nothing(drive: Driver) -> None:
     assert not any(isinstance(i, Inspect) for i in drive.placed("s0"))
 
 
-def test_finished_shards_are_remembered_within_a_bound() -> None:
-    drive = Driver(known_limit=3)
+def test_finished_shards_are_remembered_within_a_bound(new_driver: NewDriver) -> None:
+    drive = new_driver(known_limit=3)
     for n in range(10):
         drive.apply(f"s{n}", None, (0,))
 
@@ -379,32 +345,49 @@ def test_finished_shards_are_remembered_within_a_bound() -> None:
 
 
 class Life(RuleBasedStateMachine):
-    """Sources and a loader that do anything they may, in any order: no shard is lost or answered twice."""
+    """Sources, a loader, requests and operators that do anything they may, in any order.
+
+    No shard is lost or answered twice, and nothing waits without a reason.
+    """
+
+    driver: type[Any]
 
     def __init__(self) -> None:
         super().__init__()
-        self.drive = Driver(held_limit=4, known_limit=6)
+        self.drive = self.driver(held_limit=4, known_limit=6, policy=Policy(automatic=self.automatic, stale_after=5.0))
+        self.drive.versions_follow = False
         self.to_inspect: list[str] = []
         self.to_place: list[str] = []
+        self.version_jobs: list[Instruction] = []
         self.asked: dict[str, int] = {}
         self.answered: dict[str, int] = {}
+        self.orders: dict[str, int] = {}
+        self.live: list[int | None] = []
         self.count = 0
+
+    automatic = True
 
     def take(self, out: list[Instruction]) -> None:
         for instruction in out:
             match instruction:
                 case Inspect(key):
                     self.to_inspect.append(key)
-                case Place(key, _):
+                case Place(key, _) | Compare(key, _):
                     self.to_place.append(key)
                 case Reply(key, _):
                     self.answered[key] = self.answered.get(key, 0) + 1
+                case Verify() | Commit() | Rollback():
+                    self.version_jobs.append(instruction)
+                case Answered(ticket, _, _):
+                    self.orders[ticket] += 1
+                case Publish(events.VersionLive() as event):
+                    self.live.append(event.version)
                 case _:
                     pass
 
-    @rule(name=st.integers(0, 3), identity=st.integers(0, 3), content=st.integers(0, 1))
-    def file_seen(self, name: int, identity: int, content: int) -> None:
-        self.take(self.drive.seen(f"f{name}", (identity, content), content))
+    @rule(name=st.integers(0, 3), identity=st.integers(0, 3), content=st.integers(0, 1), claimed=st.booleans())
+    def file_seen(self, name: int, identity: int, content: int, claimed: bool) -> None:
+        self.take(self.drive.seen(f"f{name}", (identity, content), content, claimed=name if claimed else None))
 
     @rule(name=st.integers(0, 3))
     def file_gone(self, name: int) -> None:
@@ -423,9 +406,21 @@ class Life(RuleBasedStateMachine):
         self.take(self.drive(Tick(now=self.drive.now + seconds)))
 
     @precondition(lambda self: self.to_inspect)
-    @rule(version=st.sampled_from([None, *range(12)]), slots=st.sets(st.integers(0, 6), min_size=1))
-    def is_fine(self, version: int | None, slots: set[int]) -> None:
-        self.take(self.drive.inspected(self.to_inspect.pop(0), version, tuple(sorted(slots))))
+    @rule(
+        version=st.sampled_from([None, 0, 1, 2, 3]),
+        slots=st.one_of(st.just(set(EVERYTHING)), st.sets(st.integers(0, 6), min_size=1)),
+        run=st.sampled_from([None, None, None, "a", "b"]),
+    )
+    def is_fine(self, version: int | None, slots: set[int], run: str | None) -> None:
+        self.take(self.drive.inspected(self.to_inspect.pop(0), version, tuple(sorted(slots)), run))
+
+    @precondition(lambda self: any(key[0] == "f" for key in self.to_inspect))
+    @rule(version=st.integers(0, 3), slots=st.one_of(st.none(), st.sets(st.integers(0, 6), min_size=1)))
+    def is_an_index(self, version: int, slots: set[int] | None) -> None:
+        key = next(key for key in self.to_inspect if key[0] == "f")
+        self.to_inspect.remove(key)
+        told = None if slots is None else tuple(sorted(slots))
+        self.take(self.drive(Listed(key=key, now=self.drive.now, version=version, slots=told, what="index")))
 
     @precondition(lambda self: self.to_inspect)
     @rule()
@@ -440,10 +435,54 @@ class Life(RuleBasedStateMachine):
         self.take(self.drive(refused))
 
     @precondition(lambda self: self.to_place)
-    @rule(serving=st.booleans(), fused=st.sets(st.integers(0, 1)))
-    def is_placed(self, serving: bool, fused: set[int]) -> None:
-        serving = serving or self.drive.ledger.versions.ready
-        out = self.drive.placed(self.to_place.pop(0), fused=tuple(sorted(fused)), serving=serving)
+    @rule(data=st.data())
+    def is_placed(self, data: st.DataObject) -> None:
+        key = self.to_place.pop(0)
+        slots = set(self.drive.ledger.shards[key].slots)
+        fused = tuple(layer for layer, halves in ((0, {1, 2}), (1, {4, 5})) if halves <= slots)
+        lone = [half for layer, halves in ((0, {1, 2}), (1, {4, 5})) for half in halves & slots if layer not in fused]
+        waiting = {half: "half" for half in lone if data.draw(st.booleans())}
+        self.take(self.drive.placed(key, fused=fused, waiting=waiting))
+
+    @precondition(lambda self: self.version_jobs)
+    @rule(fails=st.booleans(), leased=st.integers(0, 2))
+    def a_version_goes_on(self, fails: bool, leased: int) -> None:
+        match self.version_jobs.pop(0):
+            case Verify(version):
+                out = self.drive(Verified(now=self.drive.now, version=version, failure="NaN" if fails else ""))
+            case Commit(version):
+                out = self.drive(Committed(now=self.drive.now, version=version, leased=leased))
+            case Rollback(ticket):
+                failure = "gone" if fails else ""
+                out = self.drive(RolledBack(now=self.drive.now, ticket=ticket, failure=failure, leased=leased))
+            case _:
+                raise AssertionError
+        self.take(out)
+
+    @precondition(lambda self: self.drive.ledger.versions.leased)
+    @rule()
+    def requests_end(self) -> None:
+        self.take(self.drive(Freed(now=self.drive.now)))
+
+    @rule(
+        order=st.sampled_from(["commit", "rollback", "abort"]),
+        version=st.sampled_from([None, 0, 1, 2, 3]),
+        by_trainer=st.booleans(),
+        slots=st.one_of(st.none(), st.sets(st.integers(0, 6), min_size=1)),
+    )
+    def somebody_orders(self, order: Any, version: int | None, by_trainer: bool, slots: set[int] | None) -> None:
+        ticket = f"t{len(self.orders)}"
+        self.orders[ticket] = 0
+        out = self.drive(
+            Ordered(
+                now=self.drive.now,
+                ticket=ticket,
+                order=order,
+                version=version,
+                by_trainer=by_trainer,
+                slots=None if slots is None else tuple(sorted(slots)),
+            )
+        )
         self.take(out)
 
     @invariant()
@@ -455,12 +494,48 @@ class Life(RuleBasedStateMachine):
         open_ = {key for key, shard in self.drive.ledger.shards.items() if key.startswith("c")}
         for key in self.asked:
             assert self.answered.get(key, 0) == (0 if key in open_ else 1)
+        assert all(count <= 1 for count in self.orders.values())
 
     @invariant()
     def a_finished_client_shard_is_forgotten(self) -> None:
         finished = {State.APPLIED, State.REJECTED}
         assert not [s for s in self.drive.ledger.shards.values() if s.key[0] == "c" and s.state in finished]
 
+    @invariant()
+    def nothing_waits_without_a_reason(self) -> None:
+        versions = self.drive.ledger.versions
+        waiting = [shard for shard in self.drive.ledger.shards.values() if shard.state is State.WAITING]
+        assert not waiting or versions.why_waiting()
 
-TestLife = Life.TestCase
-TestLife.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+    def teardown(self) -> None:
+        """Whatever happened: once all work is done and all requests have ended, only an open version is in the way."""
+        for _ in range(200):
+            if self.drive.ledger.versions.leased:
+                self.take(self.drive(Freed(now=self.drive.now)))
+            elif self.version_jobs:
+                self.a_version_goes_on(fails=False, leased=0)
+            elif self.to_place:
+                self.take(self.drive.placed(self.to_place.pop(0)))
+            elif self.to_inspect:
+                self.take(self.drive.inspected(self.to_inspect.pop(0), 3, (0,)))
+            elif self.drive.ledger.deferred:
+                self.take(self.drive(Tick(now=self.drive.now + 10)))
+            else:
+                break
+        ledger = self.drive.ledger
+        assert not ledger.in_flight
+        assert not ledger.queue
+        staged = ledger.versions.staged
+        waiting = [shard for shard in ledger.shards.values() if shard.state is State.WAITING]
+        assert not waiting or (staged is not None and staged.state in {VersionState.OPEN, VersionState.VERIFIED})
+        pending = [ticket for ticket, count in self.orders.items() if not count]
+        assert not pending, "every order is answered"
+
+
+@pytest.mark.parametrize("automatic", [True, False])
+def test_any_life(automatic: bool, driver_class: type[Any]) -> None:
+    class Concrete(Life):
+        driver = driver_class
+
+    Concrete.automatic = automatic
+    run_state_machine_as_test(Concrete, settings=settings(max_examples=120, stateful_step_count=60, deadline=None))

@@ -19,7 +19,7 @@ from fusewire.daemon.copying import Copy
 from fusewire.daemon.errors import Reason, ShardNotReady, ShardRejected
 from fusewire.daemon.loader import Loader, Source
 from fusewire.daemon.payload import Bytes, BytesPayload, Payload
-from fusewire.daemon.settings import Limits, Model, Settings
+from fusewire.daemon.settings import Limits, Model, Settings, Versions
 from fusewire.daemon.settings import Loader as LoaderSettings
 from fusewire.daemon.stimuli import Expired, Inspected, NotReady, Placed, Refused
 from fusewire.daemon.versions import Claim
@@ -169,8 +169,9 @@ def test_a_defect_is_told_and_the_loader_lives_on(serves: bool, bench: Bench, ch
     assert isinstance(bench.load(payload(tensors, BytesPayload)), Placed)
 
 
-def test_a_failure_while_live_rows_are_written_is_visible(bench: Bench, checkpoint_tensors: Golden) -> None:
+def test_a_failure_while_live_rows_are_written_is_visible(checkpoint_tensors: Golden) -> None:
     """A proven payload that fails all the same: holes are told, the model refuses, the next load heals it."""
+    bench = Bench(versions=Versions(finite=False))
     tensors = checkpoint_tensors("v2")
     fill(bench, tensors)
     failing = payload({NORM: tensors[NORM], HEAD: tensors[HEAD]}, on_read=changed)
@@ -181,6 +182,7 @@ def test_a_failure_while_live_rows_are_written_is_visible(bench: Bench, checkpoi
     assert sorted(refused.unfilled) == sorted([bench.slot(NORM), bench.slot(HEAD)])
     assert not bench.model.ready
     fill(bench, {NORM: tensors[NORM], HEAD: tensors[HEAD]})
+    assert bench.loader.stop(TIMEOUT)
 
 
 def test_a_conflict_changes_nothing(bench: Bench, checkpoint_tensors: Golden) -> None:

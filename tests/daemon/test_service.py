@@ -20,7 +20,7 @@ import zmq
 from safetensors.torch import save, save_file
 from torch import Tensor
 
-from fusewire.daemon import demo, events, wire
+from fusewire.daemon import client, demo, events, wire
 
 CHECKPOINTS = Path(demo.__file__).parent / "checkpoints"
 TIMEOUT = 30.0
@@ -90,8 +90,9 @@ def test_a_base_checkpoint_makes_the_model_ready(start_daemon: StartDaemon, gold
         assert list(control.generate(prompt, max_new_tokens=24).token_ids) == expected
 
 
-def test_an_update_in_place_equals_a_cold_load_of_the_new_weights(
-    start_daemon: StartDaemon, golden: Golden, checkpoint_tensors: Golden
+@pytest.mark.parametrize("generations", [1, 2])
+def test_an_update_equals_a_cold_load_of_the_new_weights(
+    generations: int, start_daemon: StartDaemon, golden: Golden, checkpoint_tensors: Golden
 ) -> None:
     """B over A, halves apart, both ways; then A again: the tokens are those of a cold load each time."""
     old = checkpoint_tensors("v2")
@@ -100,7 +101,7 @@ def test_an_update_in_place_equals_a_cold_load_of_the_new_weights(
     for number, shard in enumerate(deal(new, seed=1)):
         save_file(shard, cold.shards / f"{number}.safetensors")
     cold.wait_status(lambda status: status.state == "ready")
-    daemon = start_daemon(model={"checkpoint": str(CHECKPOINTS / "v2")})
+    daemon = start_daemon(model={"checkpoint": str(CHECKPOINTS / "v2"), "generations": generations})
     prompt, before = tokens(golden("v2"))
     with cold.control() as control:
         after = list(control.generate(prompt, max_new_tokens=24).token_ids)
@@ -121,10 +122,11 @@ def test_an_update_in_place_equals_a_cold_load_of_the_new_weights(
             assert (list(reply.token_ids), reply.version) == (expected, version)
 
 
+@pytest.mark.parametrize("in_place", [False, True])
 def test_a_waiting_half_is_visible_everywhere_and_changes_nothing(
-    start_daemon: StartDaemon, golden: Golden, checkpoint_tensors: Golden
+    in_place: bool, start_daemon: StartDaemon, golden: Golden, checkpoint_tensors: Golden
 ) -> None:
-    daemon = start_daemon(model={"checkpoint": str(CHECKPOINTS / "v2")})
+    daemon = start_daemon(model={"checkpoint": str(CHECKPOINTS / "v2"), "generations": 1 if in_place else 2})
     half = "model.layers.1.self_attn.q_a_proj.weight"
     other = "model.layers.1.self_attn.kv_a_proj_with_mqa.weight"
     tensors = checkpoint_tensors("v2")
@@ -133,32 +135,42 @@ def test_a_waiting_half_is_visible_everywhere_and_changes_nothing(
         answer = trainer.push_bytes(save({half: tensors[half] * 2}), version=4)
         assert (answer.status, answer.waiting, answer.fused) == ("applied", (half,), ())
         (pending,) = control.pending()
-        assert (pending.tensor, pending.version, pending.missing, pending.owned) == (half, 4, (other,), True)
+        assert (pending.tensor, pending.version, pending.missing, pending.owned) == (half, 4, (other,), in_place)
         assert daemon.status().layers.waiting == (1,)
         with daemon.subscriber() as late:
             assert late.snapshot.pending[0].tensor == half
         assert list(control.generate(prompt, max_new_tokens=24).token_ids) == expected
-        # Another version's half is no partner.
-        answer = trainer.push_bytes(save({other: tensors[other] * 2}), version=5)
-        assert (answer.waiting, answer.fused) == ((other,), ())
-        assert len(control.pending()) == 2
+        # Another version's half is no partner: it waits for its turn, at the client's.
+        with client.Trainer(daemon.endpoint("ingest"), timeout=0.3) as hasty:
+            answer = hasty.push_bytes(save({other: tensors[other] * 2}), version=5)
+        assert (answer.status, answer.detail) == ("busy", "version 4 is being staged")
         answer = trainer.push_bytes(save({other: tensors[other] * 2}), version=4)
         assert answer.fused == (1,)
-        assert [left.version for left in control.pending()] == [5]
+        assert control.pending() == ()
+        assert trainer.commit(4).status == "accepted"
+        daemon.wait_status(lambda status: status.version == 4)
         assert list(control.generate(prompt, max_new_tokens=24).token_ids) != expected
 
 
+@pytest.mark.parametrize(("generations", "version"), [(1, 9), (1, None), (2, None)])
 def test_a_half_whose_partner_never_comes_expires_aloud(
-    start_daemon: StartDaemon, checkpoint_tensors: Golden, next_event: NextEvent
+    generations: int,
+    version: int | None,
+    start_daemon: StartDaemon,
+    checkpoint_tensors: Golden,
+    next_event: NextEvent,
 ) -> None:
-    daemon = start_daemon(model={"checkpoint": str(CHECKPOINTS / "v2")}, fusion={"max_age": 0.3})
+    """With two generations a numbered version may well bring one half only: its commit tells."""
+    daemon = start_daemon(
+        model={"checkpoint": str(CHECKPOINTS / "v2"), "generations": generations}, fusion={"max_age": 0.3}
+    )
     half = "model.layers.2.self_attn.q_a_proj.weight"
     with daemon.trainer() as trainer, daemon.subscriber() as subscriber:
-        trainer.push_bytes(save({half: checkpoint_tensors("v2")[half]}), version=9)
+        trainer.push_bytes(save({half: checkpoint_tensors("v2")[half]}), version=version)
         event = next_event(subscriber, events.FusionExpired)
     status = daemon.status()
 
-    assert (event.tensor, event.layer, event.version, event.cause) == (half, 2, 9, "age")
+    assert (event.tensor, event.layer, event.version, event.cause) == (half, 2, version, "age")
     assert event.age >= 0.3
     assert (status.pending, status.counters["halves_expired"]) == ((), 1)
 
@@ -198,7 +210,7 @@ def test_a_stale_version_is_rejected(start_daemon: StartDaemon, checkpoint_tenso
     tensors = checkpoint_tensors("v2")
     with daemon.trainer() as trainer:
         assert trainer.push_bytes(save(tensors), version=10).status == "applied"
-        assert daemon.status().version == 10
+        daemon.wait_status(lambda status: status.version == 10)
         answer = trainer.push_bytes(save(tensors), version=9)
         assert (answer.status, answer.reason) == ("rejected", "stale_version")
         again = trainer.push_bytes(save(tensors), version=10)

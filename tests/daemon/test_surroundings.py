@@ -241,7 +241,7 @@ def test_events_are_counted_and_the_state_is_shown() -> None:
     metrics.record(events.ShardRefused(shard="a", source="socket", reason="truncated", detail=""))
     metrics.record(events.LayerFused(layer=1))
     metrics.record(events.FusionExpired(layer=1, tensor="t", age=1, nbytes=1, cause="age"))
-    ledger = Ledger(Coverage(layer_of=(0, 0), fusions={}, layers=1), held_limit=1, known_limit=1)
+    ledger = Ledger(Coverage(layer_of=(0, 0), fusions={}, layers=1, names=("a", "b")), held_limit=1, known_limit=1)
     ledger.filled = 1
     metrics.observe(ledger)
     text = fetch(port)

@@ -217,6 +217,10 @@ def test_a_pair_of_which_one_half_came_is_completed_by_the_live_one(
         assert model.carry(1).fused == (1,)
         model.commit(1)
         assert model.pending() == ()
+        if not model.staging.in_place:
+            model.rollback()
+            assert model.pending() == ()
+            model.rollback()
         assert snapshot(model) == cold(config, base | {half: base[half] + 1})
         assert model.ready
         model.fusion.check()
