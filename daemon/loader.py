@@ -149,7 +149,7 @@ class Loader:
 
     def commit(self, version: int | None) -> None:
         """Make the staged version live; tells Committed."""
-        self._jobs.put(lambda: self._sink(Committed(now=time.monotonic(), version=version, leased=self._flip(version))))
+        self._jobs.put(lambda: self._sink(self._commit(version)))
 
     def rollback(self, ticket: str) -> None:
         """Make the version before live again; tells RolledBack."""
@@ -427,13 +427,22 @@ class Loader:
             seconds=time.monotonic() - begin,
         )
 
-    def _flip(self, version: int | None) -> int:
-        return self.model.commit(version)
+    def _commit(self, version: int | None) -> Committed:
+        try:
+            leased = self.model.commit(version)
+        except Exception as error:
+            log.exception("loader.defect", version=version)
+            why = printable(f"a defect of ours, see the log: {type(error).__name__}: {error}")
+            return Committed(now=time.monotonic(), version=version, leased=0, failure=why)
+        return Committed(now=time.monotonic(), version=version, leased=leased)
 
     def _rollback(self, ticket: str) -> RolledBack:
         try:
             leased = self.model.rollback()
         except StagingError as error:
+            return RolledBack(now=time.monotonic(), ticket=ticket, failure=str(error))
+        except Exception as error:  # the order has to be answered
+            log.exception("loader.defect")
             return RolledBack(now=time.monotonic(), ticket=ticket, failure=str(error))
         return RolledBack(now=time.monotonic(), ticket=ticket, leased=leased)
 

@@ -149,6 +149,12 @@ class Rollout:
 
     def committed(self, committed: Committed, out: list[Instruction]) -> None:
         """The staged version is live."""
+        staged = self.versions.staged
+        if committed.failure:
+            if staged is not None:
+                staged.committing = False
+                self._abort(staged, Turn.WITHDRAWN, committed.failure, committed.now, out)
+            return
         first = not self.versions.ready
         live, _ = self.versions.commit(committed.now, committed.leased)
         late = tuple(live.queued)  # they came while it was verified: now they are compared with it

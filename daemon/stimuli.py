@@ -140,11 +140,12 @@ class Verified(Stimulus):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committed(Stimulus):
-    """The staged version is live."""
+    """The staged version is live; or it could not be made live, for this reason."""
 
     version: int | None
     leased: int
     """Requests that still read the weights of the one before."""
+    failure: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

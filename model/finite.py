@@ -19,6 +19,8 @@ from .names import Slot
 
 BLOCK = 1 << 19
 """Elements that are looked at at a time: their bits without the sign have to stay in a core's cache."""
+DEVICE_BLOCK = 1 << 26
+"""The same on a device, where each block is cast to float32: all experts of a layer would take twice their size."""
 _LIMITS: dict[torch.dtype, tuple[type[np.unsignedinteger], int]] = {
     torch.bfloat16: (np.uint16, 0x7F80),
     torch.float16: (np.uint16, 0x7C00),
@@ -59,7 +61,7 @@ def not_finite(generation: Generation, slots: Iterable[Slot]) -> list[NotFinite]
 def all_finite(values: Tensor) -> bool:
     """Whether every element of a flat tensor is a finite number."""
     if values.device.type != "cpu":
-        return bool(values.float().isfinite().all())
+        return all(bool(block.float().isfinite().all()) for block in values.split(DEVICE_BLOCK))
     kind, limit = _LIMITS[values.dtype]
     bits = values.view(torch.uint8).numpy().view(kind)
     magnitudes = np.empty(min(BLOCK, bits.size), dtype=kind)

@@ -67,6 +67,7 @@ class Generation:
         stamps: Slot index -> what filled the slot, None if its bytes mean nothing.
         filled: How many slots have a stamp.
         torn: Whether an update has begun to write rows and has not been settled: nobody may compute with them.
+        writes: How often a slot has been cleared.
         changed: Indices of the slots that have been cleared since whoever looks after them emptied this set.
         version: What the weights are called once they are live; None is the rolling version.
     """
@@ -90,6 +91,7 @@ class Generation:
         self.filled = 0
         self.torn = False
         self.changed: set[int] = set()
+        self.writes = 0
         self.version: int | None = None
 
     def rows(self, slot: Slot) -> torch.Tensor:
@@ -107,6 +109,7 @@ class Generation:
             self.filled -= self.stamps[index] is not None
             self.stamps[index] = None
         self.changed.update(slot.indices)
+        self.writes += 1
 
     def stamp(self, slot: Slot, stamp: Stamp) -> None:
         """Say that a slot's bytes are whole and proven."""

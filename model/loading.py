@@ -25,7 +25,8 @@ from .fp8 import dequantize
 from .fusion import ExpiredHalf, FusionCache, PendingHalf
 from .gate import Gate
 from .generation import TORCH_DTYPES, Bytes, Generation, Stamp
-from .names import SCALE_LEAF, LoadPlan, Slot
+from .names import SCALE_LEAF, Group, LoadPlan, Slot
+from .staging import StagingError
 
 
 class Destination:
@@ -226,6 +227,9 @@ class Update:
 
     def finish(self) -> LoadReport:
         """Everything has been filled and proven: stamp it, and complete the pairs."""
+        if self._state != "writing":
+            raise RuntimeError(f"the update is {self._state}, not writing")
+        from_cache = self._place_waiting(scales=False)  # what can fail comes first: it may still be aborted
         self._move("writing", "finished")
         generation, cache, version = self._weights.generation, self._weights.fusion, self._version
         stamp = Stamp(version, self._source, self._weights.clock(), self._weights.stage)
@@ -237,7 +241,7 @@ class Update:
             else:
                 generation.stamp(slot, stamp)
                 placed.append(slot.name)
-        placed += self._place_waiting(scales=False)
+        placed += from_cache
         for group in self._completing:
             for waiting in cache.waiting(version, group).values():
                 generation.stamp(waiting.slot, stamp)
@@ -393,6 +397,7 @@ def place_alone(weights: Weights, version: int | None, timeout: float) -> tuple[
 
     Raises:
         TimeoutError: A forward pass did not end in ``timeout`` seconds; nothing was changed.
+        StagingError: The partners that are there are not whole, or are newer; nothing was changed.
     """
     generation, cache = weights.generation, weights.fusion
     groups = [
@@ -402,8 +407,11 @@ def place_alone(weights: Weights, version: int | None, timeout: float) -> tuple[
     ]
     if not groups:
         return (), 0
+    for group in groups:
+        _refuse_alone(generation, generation.table.groups[group], version)
     layers, nbytes = [], 0
     with weights.gate.writing(timeout):
+        generation.torn = True
         for group in groups:
             members = generation.table.groups[group]
             waiting = cache.waiting(version, group)
@@ -418,6 +426,14 @@ def place_alone(weights: Weights, version: int | None, timeout: float) -> tuple[
             if generation.table.fusions.get(members.layer) is members:
                 layers.append(members.layer)
     return tuple(layers), nbytes
+
+
+def _refuse_alone(generation: Generation, group: Group, version: int | None) -> None:
+    stamps = [generation.stamps[slot.index] for slot in group.slots]
+    if None in stamps or len({stamp.stage for stamp in stamps if stamp is not None}) > 1:
+        raise StagingError(f"{group.parameter} is not whole: nothing can stand in for what did not come")
+    if version is not None and any(_newer(stamp, version) for stamp in stamps):
+        raise StagingError(f"{group.parameter} holds a newer version than {version}")
 
 
 def groups_whole(generation: Generation) -> bool:

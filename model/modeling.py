@@ -211,7 +211,8 @@ class DeepseekV2ForCausalLM:
 
     def _forward(self, index: int, token_ids: Tensor, cache: LatentCache) -> Tensor:
         # An update in place that failed gives the gate back before it is given up.
-        if not self._serving or (self.staging.in_place and self.generation.torn):
+        # With two, a lease is proof enough: a generation is leased only once it is whole.
+        if self.staging.in_place and (not self._serving or self.generation.torn):
             raise NotReadyError(f"the model is not ready: {self.missing_summary()}")
         return decoder.forward(self.config, self._weights[index], self._rope, token_ids, cache)
 
@@ -229,6 +230,7 @@ class DeepseekV2ForCausalLM:
                 came without their scales, or scales without them: no part of these can be carried over.
             TimeoutError: In place: a forward pass did not end.
         """
+        self.staging.of(version)
         stuck = [half for half in self.fusion.pending() if half.version == version]
         stuck = [half for half in stuck if self.blocked(half.tensor)]
         if stuck:
@@ -237,8 +239,9 @@ class DeepseekV2ForCausalLM:
         if not self.staging.in_place:
             return self.staging.carry()
         begin = time.monotonic()
-        layers, nbytes = place_alone(self._state(version), version, GATE_TIMEOUT)
-        if layers or nbytes:
+        try:
+            layers, nbytes = place_alone(self._state(version), version, GATE_TIMEOUT)
+        finally:
             self._reconsider()
         return Carried(0, nbytes, time.monotonic() - begin, layers)
 
@@ -270,9 +273,10 @@ class DeepseekV2ForCausalLM:
             self.generation.version = version
             self.staging.end(version)
             return 0
-        self._untold += self.fusion.drop(version)
+        self.staging.of(version)
         held = self.staging.flip()
         self._serving = True
+        self._untold += self.fusion.drop(version)
         return held
 
     def rollback(self) -> int:
@@ -283,16 +287,33 @@ class DeepseekV2ForCausalLM:
         """
         if self.staging.in_place:
             raise StagingError("there is one generation only: a version that is applied in place can't be taken back")
-        return self.staging.flip_back()
+        version, was_open = self.staging.version, self.staging.is_open
+        held = self.staging.flip_back()
+        if was_open:  # nothing of it was in its rows, or there would be nothing to go back to
+            self._untold += self.fusion.drop(version)
+        return held
 
     def drop_version(self, version: int | None) -> tuple[ExpiredHalf, ...]:
         """Give up what a version has staged, and its waiting halves; what is live is not touched."""
-        if not self.staging.in_place and self.staging.is_open and self.staging.version == version:
-            self.staging.drop()
-        return self.fusion.drop(version)
+        staging = self.staging
+        rows: list[PendingHalf] = []
+        if not staging.in_place and staging.is_open and staging.version == version:
+            rows = alone(staging.staged, staging.stage)
+            staging.drop()
+        told = (ExpiredHalf(version, h.layer, h.tensor, h.since, h.nbytes, "superseded") for h in rows)
+        return (*told, *self.fusion.drop(version))
 
     def forget_numbers(self) -> None:
-        """A trainer counts anew: whatever it sends now is newer than what is there."""
+        """A trainer counts anew: whatever it sends now is newer than what is there.
+
+        Numbered halves that wait, and a numbered version that is being staged, are given up: what comes under their
+        numbers from now on is not theirs. The next `sweep` tells of them.
+        """
+        over = {half.version for half in self.pending() if half.owned}
+        if self.staging.is_open:
+            over.add(self.staging.version)
+        for version in over - {None}:
+            self._untold += self.drop_version(version)
         self.staging.forget_numbers()
 
     # ------------------------------------------------------------------------------------- loading
@@ -322,11 +343,17 @@ class DeepseekV2ForCausalLM:
         pairs = list(pairs)
         tensors = dict(pairs)
         plan = self._plan(pairs)
-        if not self.staging.in_place and not self.staging.is_open:
+        opened = not self.staging.in_place and not self.staging.is_open
+        if opened:
             self.stage(version)
-        if version is not None:
-            self._refuse_changes(repeats(self._state(version), plan, version), version, pairs, tensors)
-        update = self.begin(plan, version, source)
+        try:
+            if version is not None:
+                self._refuse_changes(repeats(self._state(version), plan, version), version, pairs, tensors)
+            update = self.begin(plan, version, source)
+        except BaseException:
+            if opened:
+                self.staging.drop()
+            raise
         try:
             with update.writing(GATE_TIMEOUT):
                 for destination in update.destinations:
@@ -393,12 +420,9 @@ class DeepseekV2ForCausalLM:
     def pending(self) -> tuple[PendingHalf, ...]:
         """Return all halves that wait. For the thread that loads."""
         staging = self.staging
-        rows = (
-            []
-            if not staging.in_place and not staging.is_open
-            else alone(staging.staged, None if staging.in_place else staging.stage)
-        )
-        return (*self.fusion.pending(), *rows)
+        if not staging.in_place and not staging.is_open:  # a generation that was rolled back has its stage's stamps
+            return tuple(self.fusion.pending())
+        return (*self.fusion.pending(), *alone(staging.staged, None if staging.in_place else staging.stage))
 
     def _state(self, version: int | None) -> Weights:
         staging = self.staging

@@ -34,6 +34,13 @@ class Carried(NamedTuple):
     """Layers whose pair became whole: one part came, and the other was carried over."""
 
 
+class _Seal(NamedTuple):
+    """The staged generation was found complete: until something more is written."""
+
+    writes: int
+    brought: set[int]
+
+
 class Staging:
     """The generations of a model, and their roles.
 
@@ -59,8 +66,8 @@ class Staging:
         """Slots in which the staged generation may differ from the live one, apart from what the stage has written."""
         self._of_version: dict[int | None, int] = {}
         self._complete = False
-        self._brought: set[int] | None = None
-        """What the stage has brought, as of `carry`: then the flip need not look at any slot."""
+        self._sealed: _Seal | None = None
+        """What the stage had brought when everything else had been carried over."""
 
     @property
     def in_place(self) -> bool:
@@ -101,7 +108,7 @@ class Staging:
         if held.leases:
             raise StagingError(f"{held.leases} requests still read the generation, the oldest for {held.age:.1f} s")
         self.stage += 1
-        self.version, self.is_open, self._brought = version, True, None
+        self.version, self.is_open, self._sealed = version, True, None
 
     def of(self, version: int | None) -> int:
         """Return the stage of a version, in which its tensors find one another.
@@ -143,14 +150,12 @@ class Staging:
         """
         begin = time.monotonic()
         staged, live = self.staged, self.live
-        brought = self.brought()
-        there = self._brought = {slot.index for slot in brought}
-        wanted = sorted((self._behind | staged.changed) - there)
-        if wanted and live is None:
-            raise StagingError(f"{len(wanted)} slots are missing, and no weights are live to carry them over from")
+        there = {slot.index for slot in self.brought()}
+        differing = self._lacking(there)
+        if differing and live is None:
+            raise StagingError(f"{len(differing)} slots are missing, and no weights are live to carry them over from")
         copied = nbytes = 0
         if live is not None:
-            differing = [self._slots[i] for i in wanted if staged.stamps[i] is not live.stamps[i]]
             for slot in differing:
                 staged.clear(slot)
             for first, numel, members in Generation.runs(differing):
@@ -167,15 +172,33 @@ class Staging:
             came = sum(slot.index in there for slot in fusion.slots)
             if 0 < came < len(fusion.slots):
                 fused.append(layer)
+        self._sealed = _Seal(staged.writes, there)
         return Carried(copied, nbytes, time.monotonic() - begin, tuple(fused))
 
+    def _lacking(self, brought: set[int]) -> list[Slot]:
+        """Return the slots that the stage has not brought, and that are not as in the live generation."""
+        staged, live = self.staged, self.live
+        wanted = sorted((self._behind | staged.changed) - brought)
+        return [self._slots[i] for i in wanted if live is None or staged.stamps[i] is not live.stamps[i]]
+
     def flip(self) -> int:
-        """Make the staged generation live: the commit. Returns how many leases the one before still has."""
+        """Make the staged generation live: the commit. Returns how many leases the one before still has.
+
+        After `carry` no slot is looked at, so that it takes as long for any model.
+
+        Raises:
+            StagingError: Nothing is being staged, or slots have neither been brought nor carried over.
+        """
         staged = self.staged
-        assert staged.filled == len(self._slots), "nothing is live until every slot of it is filled"
-        if self._brought is None:
-            self._brought = {slot.index for slot in self.brought()}
-        self._behind = self._brought if self.live is not None else set(range(len(self._slots)))
+        if not self.is_open:
+            raise StagingError("no version is being staged")
+        sealed = self._sealed
+        if sealed is None or sealed.writes != staged.writes:
+            sealed = _Seal(staged.writes, {slot.index for slot in self.brought()})
+            lacking = self._lacking(sealed.brought)
+            if lacking:
+                raise StagingError(f"{len(lacking)} slots have neither come nor been carried over: {lacking[0].name}")
+        self._behind = sealed.brought if self.live is not None else set(range(len(self._slots)))
         self._complete = self.live is not None
         staged.version = self.version
         staged.torn = False
@@ -217,7 +240,7 @@ class Staging:
                 if stamp is not None and stamp.version is not None:
                     pair = renamed.setdefault(id(stamp), (stamp, stamp._replace(version=None)))
                     generation.stamps[index] = pair[1]
-        self._of_version.clear()
+        self._of_version = {version: stage for version, stage in self._of_version.items() if version is None}
 
     def _staged_index(self) -> int:
         return 0 if self.in_place or self.leases.live is None else 1 - self.leases.live

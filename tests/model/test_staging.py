@@ -247,6 +247,28 @@ def test_numbers_begin_anew(golden_config: Config, golden_tensors: Golden) -> No
         model.carry(2)
 
 
+def test_no_address_changes_over_a_thousand_versions(golden_config: Config, golden_tensors: Golden) -> None:
+    base = golden_tensors("v2")
+    model = resident(golden_config("v2"))
+    put_live(model, base, 0, size=1000)
+
+    def addresses() -> list[int]:
+        views = [w for weights in model._weights for w in (weights.embed_tokens, weights.layers[1].attention.w_kc)]
+        owned = [p for g in model.staging.generations for p in g.parameters.values()]
+        return [tensor.data_ptr() for tensor in (*owned, *views)]
+
+    before = addresses()
+    names = [name for name in base if name in model.table.slots]
+    for version in range(1, 1001):
+        name = names[version % len(names)]
+        put_live(model, {name: base[name]}, version)
+        if version % 7 == 0:
+            model.rollback()
+        if version % 50 == 0:
+            assert addresses() == before
+    assert snapshot(model) == cold(model.config, base)
+
+
 # -------------------------------------------------------------------------------------- verification
 
 
