@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from . import client, events, render, settings
+from . import client, events, render, settings, tuning
 from .errors import FusewireError, SettingsError, printable
 
 DEFAULT_CONFIG = "/etc/fusewire/fusewire.toml"
@@ -49,6 +49,8 @@ Timeout = Annotated[float, typer.Option("--timeout", "-t", help="Seconds to wait
 def run(config: Config = Path(DEFAULT_CONFIG)) -> None:
     """Run the daemon in the foreground, until SIGTERM or SIGINT."""
     effective = settings.load(config)
+    if effective.loader.non_temporal:
+        tuning.start_again_if_needed()
     from .service import run as run_service  # noqa: PLC0415 - loads torch
 
     raise typer.Exit(run_service(effective, config))

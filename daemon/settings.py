@@ -124,6 +124,8 @@ class Loader(_Section, frozen=True, kw_only=True):
 
     threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
     block_bytes: Annotated[int, msgspec.Meta(ge=65536)] = 4 * MIB
+    non_temporal: bool = True
+    """Whether ``run`` starts itself again with glibc's threshold for copies past the caches lowered."""
     leases: bool = True
     """False: never take read leases, read with preadv (for file systems on which leases misbehave)."""
 
