@@ -20,7 +20,7 @@ from .checkpoint import shards_of
 from .errors import StartError
 from .generator import Generation, Generator
 from .ledger import Ledger
-from .loader import Loader
+from .loader import Consumed, Loader, Wanted
 from .mailbox import Mailbox
 from .memory import available_bytes
 from .metrics import Metrics
@@ -50,7 +50,7 @@ class Idle(NamedTuple):
     """The last request on a generation that is not live has ended."""
 
 
-Letter: TypeAlias = PathHint | ScanResult | Stimulus | Generation | Signalled | Idle
+Letter: TypeAlias = PathHint | ScanResult | Stimulus | Wanted | Consumed | Generation | Signalled | Idle
 """What other threads and signal handlers put into the reactor's mailbox."""
 
 
@@ -112,6 +112,7 @@ def assemble(settings: Settings) -> Parts:
         ingest = None
         if settings.socket.enabled:
             ingest = SocketSource(context, settings.socket, boot=boot, mode=mode)
+            undo.callback(ingest.close)
         metrics = Metrics()
         metrics_port = None
         if settings.metrics.enabled:
@@ -140,6 +141,7 @@ def assemble(settings: Settings) -> Parts:
                 held_limit=settings.socket.in_flight_bytes,
                 known_limit=settings.limits.known_shards,
                 policy=policy_of(settings),
+                stream_limit=settings.socket.streams,
             ),
             loader=Loader(model, settings, mailbox.put),
             generator=Generator(

@@ -51,6 +51,8 @@ class Reason(enum.StrEnum):
     """Message header, safetensors metadata and folder name do not agree on the version."""
     CONFLICT = "conflict"
     """Other bytes for a slot that this numbered version has already filled."""
+    CLIENT_SILENT = "client_silent"
+    """A client that sends a shard in chunks has sent nothing for too long."""
     MALFORMED_MESSAGE = "malformed_message"
     """The message around the shard breaks the wire protocol."""
     MODEL_BUSY = "model_busy"

@@ -8,12 +8,12 @@ work is a stimulus like any other.
 The life of one shard is the table `TRANSITIONS` at the end of the file: for each state and stimulus the step
 to take. What the table lacks cannot happen, short of a defect of ours::
 
-    queued -> inspecting -> placing -> applied
+    queued -> inspecting -> placing or streaming -> applied
        ^       |      |        |
        |       v      v        v
        +-- deferred  waiting  rejected     deferred: it is still being written, or changed while it was read
        ^                |                  waiting: for its version's turn to be staged
-       +----------------+
+       +----------------+                  streaming: its bytes come from a client, as fast as that sends them
 
 A shard is *inspected* (opened, its header checked against the slot table, nothing copied) before the ledger
 decides whether it may be *placed*: a stale version never touches the model.
@@ -77,12 +77,13 @@ class State(enum.StrEnum):
     DEFERRED = "deferred"
     WAITING = "waiting"
     PLACING = "placing"
+    STREAMING = "streaming"
     APPLIED = "applied"
     REJECTED = "rejected"
 
 
 FINAL = frozenset({State.APPLIED, State.REJECTED})
-WORKED_ON = frozenset({State.INSPECTING, State.PLACING})
+WORKED_ON = frozenset({State.INSPECTING, State.PLACING, State.STREAMING})
 
 
 @dataclass(slots=True)
@@ -96,6 +97,7 @@ class Shard:
     """Bytes of ours that it occupies until it is done."""
     identity: Hashable
     content: Hashable
+    stream: bool = False
     state: State = State.QUEUED
     why: str = ""
     due: float = 0.0
@@ -122,10 +124,20 @@ class Ledger:
         held_limit: Bytes of shards that clients may have in our memory; one more is answered ``busy``.
         known_limit: Finished shards that are remembered, so that seeing them again does nothing.
         policy: When a version goes live, and when it counts as stalled.
+        stream_limit: Shards whose bytes may be coming at the same time; one more is answered ``busy``.
     """
 
-    def __init__(self, coverage: Coverage, *, held_limit: int, known_limit: int, policy: Policy | None = None) -> None:
+    def __init__(
+        self,
+        coverage: Coverage,
+        *,
+        held_limit: int,
+        known_limit: int,
+        policy: Policy | None = None,
+        stream_limit: int = 16,
+    ) -> None:
         self.held_limit = held_limit
+        self.stream_limit = stream_limit
         self.known_limit = known_limit
         self.rollout = Rollout(coverage, policy or Policy(), self)
         self.versions: Versions = self.rollout.versions
@@ -134,6 +146,8 @@ class Ledger:
         self.finished: OrderedDict[str, None] = OrderedDict()
         self.in_flight: set[str] = set()
         self.deferred: set[str] = set()
+        self.streams: set[str] = set()
+        """Streams that are not done, in whatever state."""
         self.held = 0
         self.stopping = False
         self.filled = 0
@@ -197,6 +211,9 @@ class Ledger:
             by_state[shard.state].add(key)
         assert by_state[State.INSPECTING] | by_state[State.PLACING] == self.in_flight
         assert len(self.in_flight) <= IN_FLIGHT
+        assert self.streams == {key for key, shard in self.shards.items() if shard.stream and shard.state not in FINAL}
+        assert by_state[State.STREAMING] <= self.streams
+        assert len(self.streams) <= self.stream_limit
         assert by_state[State.DEFERRED] == self.deferred
         assert set(self.queue) == by_state[State.QUEUED]
         assert set(self.finished) == by_state[State.APPLIED] | by_state[State.REJECTED]
@@ -210,12 +227,17 @@ class Ledger:
 
     def on_their_way(self, version: int | None) -> bool:
         """See `rollout.Shards`."""
-        for keys in (self.in_flight, self.queue, self.deferred):
+        for keys in (self.in_flight, self.queue, self.deferred, self.streams):
             for key in keys:
                 shard = self.shards[key]
                 if version in {shard.claimed, shard.version} and (version is not None or shard.claimed is None):
                     return True
         return False
+
+    def streaming(self, version: int | None) -> bool:
+        """See `rollout.Shards`."""
+        shards = (self.shards[key] for key in self.streams)
+        return any(shard.state is State.STREAMING and shard.version == version for shard in shards)
 
     def take_up(self, keys: Iterable[str]) -> None:
         """See `rollout.Shards`: they are looked at again, before all others and in their old order."""
@@ -236,6 +258,8 @@ class Ledger:
         detail = ""
         if self.stopping:
             detail = "the daemon is stopping"
+        elif seen.stream and len(self.streams) >= self.stream_limit:
+            detail = f"{len(self.streams)} shards are coming in chunks already (socket.streams)"
         elif seen.held and self.held and self.held + seen.held > self.held_limit:
             detail = (
                 f"shards of {self.held} bytes are in flight, the limit is {self.held_limit} (socket.in_flight_bytes)"
@@ -246,8 +270,10 @@ class Ledger:
             return
         self.held += seen.held
         self.shards[seen.key] = Shard(
-            seen.key, seen.name, seen.source, seen.held, seen.identity, seen.content, claimed=seen.claimed
+            seen.key, seen.name, seen.source, seen.held, seen.identity, seen.content, seen.stream, claimed=seen.claimed
         )
+        if seen.stream:
+            self.streams.add(seen.key)
         self.queue[seen.key] = None
 
     def _renew(self, shard: Shard, seen: Seen, _out: list[Instruction]) -> None:
@@ -285,11 +311,14 @@ class Ledger:
         self._forget(shard)
 
     def _decide(self, shard: Shard, found: Inspected, out: list[Instruction]) -> None:
+        if shard.gone and shard.stream:  # a file may still be read though it has no name any more
+            self._lose(shard, Gone(key=shard.key, now=found.now), out)
+            return
         shard.version, shard.slots = found.version, found.slots
         shard.skipped, shard.nbytes = found.skipped, found.nbytes
         self.rollout.begin_run(found.run, found.now, out)
         verdict = self.versions.judge(found.version, found.run)
-        if verdict.kind == "wait" and shard.held and self._silent(found.version, found.now):
+        if verdict.kind == "wait" and shard.source == "socket" and self._silent(found.version, found.now):
             # A client can't keep its shard until the version is complete: it would wait for ever.
             self.rollout.supersede(f"it has not grown for long, and version {found.version} begins", found.now, out)
             verdict = self.versions.judge(found.version, found.run)
@@ -299,13 +328,19 @@ class Ledger:
             case "wait":
                 self._hold(shard, verdict, found.now, out)
             case "compare":
-                shard.state = State.PLACING
+                self._work_on(shard)
                 out.append(Compare(shard.key, found.version))
             case "place":
                 if self.versions.staged is None:
                     self.versions.open(found.version, found.now)
-                shard.state = State.PLACING
+                self._work_on(shard)
                 out.append(Place(shard.key, found.version))
+
+    def _work_on(self, shard: Shard) -> None:
+        shard.state = State.PLACING
+        if shard.stream:  # it may take its client long: others are worked on meanwhile
+            shard.state = State.STREAMING
+            self.in_flight.discard(shard.key)
 
     def _silent(self, version: int | None, now: float) -> bool:
         """Whether the staged version has stopped growing, and this one is newer."""
@@ -318,10 +353,11 @@ class Ledger:
         if shard.gone:
             self._lose(shard, Gone(key=shard.key, now=now), out)
             return
-        if shard.held and not verdict.short:
+        if shard.source == "socket" and not verdict.short:
             busy = wire.Answer(status="busy", shard=shard.name, version=shard.version, detail=printable(verdict.why))
             out += [Reply(shard.key, busy), Release(shard.key)]
             self.in_flight.discard(shard.key)
+            self.streams.discard(shard.key)
             self.held -= shard.held
             self._forget(shard)
             return
@@ -362,9 +398,14 @@ class Ledger:
     def _defer(self, shard: Shard, unready: NotReady, out: list[Instruction]) -> None:
         self._put_off(shard, unready.why, unready.now, out)
 
+    def _yield(self, shard: Shard, unready: NotReady, out: list[Instruction]) -> None:
+        """It can't be placed before another one that is coming has come: it is looked at again."""
+        out.append(Release(shard.key))
+        self._put_off(shard, unready.why, unready.now, out)
+
     def _refuse(self, shard: Shard, refused: Refused, out: list[Instruction]) -> None:
         staged = self.versions.staged
-        if staged is not None and shard.state is State.PLACING and staged.number == shard.version:
+        if staged is not None and shard.state in {State.PLACING, State.STREAMING} and staged.number == shard.version:
             staged.unfill(refused.unfilled)
         if refused.transient and shard.retries < RETRIES and not self.stopping:
             shard.retries += 1
@@ -455,6 +496,7 @@ class Ledger:
         self.in_flight.discard(shard.key)
         self.deferred.discard(shard.key)
         self.queue.pop(shard.key, None)
+        self.streams.discard(shard.key)
         self.held -= shard.held
         again, shard.again = shard.again, None
         shard.state, shard.slots, shard.why, shard.looks, shard.retries = state, (), "", 0, 0
@@ -506,7 +548,7 @@ class Ledger:
         """Files stay where they are for the next start; what a client sent must be answered."""
         self.stopping = True
         for shard in list(self.shards.values()):
-            if shard.held and shard.state not in FINAL | WORKED_ON:
+            if shard.source == "socket" and shard.state not in FINAL | WORKED_ON:
                 if shard.state is State.WAITING:
                     self.versions.known[shard.version].unexpect(shard.key)
                 self._reject(shard, Reason.STOPPING, "the daemon is stopping; send it again later", stop.now, out)
@@ -544,7 +586,11 @@ TRANSITIONS: dict[tuple[State, type[ShardStimulus]], Step] = {
     (State.PLACING, Seen): Ledger._remember,
     (State.PLACING, Gone): Ledger._note_gone,
     (State.PLACING, Placed): Ledger._settle,
+    (State.PLACING, NotReady): Ledger._yield,
     (State.PLACING, Refused): Ledger._refuse,
+    (State.STREAMING, Placed): Ledger._settle,
+    (State.STREAMING, NotReady): Ledger._yield,
+    (State.STREAMING, Refused): Ledger._refuse,
     (State.APPLIED, Seen): Ledger._again_if_new_bytes,
     (State.APPLIED, Gone): Ledger._forget_finished,
     (State.REJECTED, Seen): Ledger._again_if_changed,

@@ -12,8 +12,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
+import numpy as np
 import structlog
 
 from fusewire.model import (
@@ -27,13 +28,14 @@ from fusewire.model import (
     StagingError,
     StaleError,
     TensorMeta,
+    Update,
     WeightsError,
 )
 
 from . import events, wire
 from .copying import Copier, Copy
 from .errors import Reason, ShardNotReady, ShardRejected, printable
-from .payload import BytesPayload, Payload
+from .payload import Bytes, BytesPayload, HeadPayload, Payload
 from .settings import Settings
 from .shard import TensorEntry
 from .stimuli import (
@@ -49,6 +51,7 @@ from .stimuli import (
     Stimulus,
     Verified,
 )
+from .streaming import Stream
 from .versions import Claim, digest_of, reconcile, run_of, versions_of_metadata
 
 GATE_TIMEOUT = 10.0
@@ -82,11 +85,50 @@ class ListSource(NamedTuple):
     claims: tuple[Claim, ...]
 
 
+class Wanted(NamedTuple):
+    """The bytes of a shard that comes in chunks are wanted now."""
+
+    key: str
+
+
+class Consumed(NamedTuple):
+    """A chunk has been put in place, or passed over: its memory is free."""
+
+    key: str
+    slot: int | None
+
+
+Told: TypeAlias = Stimulus | Wanted | Consumed
+
+
 @dataclass(slots=True)
 class _Open:
     payload: Payload
     plan: LoadPlan
     xxh3: str | None
+
+
+class _Gathering:
+    """A shard that comes in chunks and has to be whole before any of it can be placed."""
+
+    def __init__(self, key: str, name: str, version: int | None, shard: _Open, data: Bytes) -> None:
+        self.key = key
+        self.name = name
+        self.version = version
+        self.shard = shard
+        self.data = data
+        self.position = 0
+        self.heard = time.monotonic()
+
+    @property
+    def complete(self) -> bool:
+        """Whether all bytes have come."""
+        return self.position == self.data.size
+
+    def feed(self, chunk: Bytes) -> None:
+        """Take the next bytes."""
+        np.copyto(self.data[self.position : self.position + chunk.size], chunk)
+        self.position += chunk.size
 
 
 @dataclass(slots=True)
@@ -112,7 +154,7 @@ class Loader:
         self,
         model: DeepseekV2ForCausalLM,
         settings: Settings,
-        sink: Callable[[Stimulus], None],
+        sink: Callable[[Told], None],
     ) -> None:
         self.model = model
         self.pulse = Pulse()
@@ -122,6 +164,7 @@ class Loader:
         self._copier = Copier(settings.loader.threads, settings.loader.block_bytes, self._advance)
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._open: dict[str, _Open] = {}
+        self._streams: dict[str, Stream | _Gathering] = {}
         self._thread = threading.Thread(target=self._run, name="fusewire-loader", daemon=True)
 
     def start(self) -> None:
@@ -138,6 +181,25 @@ class Loader:
     def place(self, key: str, name: str, version: int | None) -> None:
         """Copy an inspected shard into the model; tells Placed or Refused."""
         self._jobs.put(lambda: self._guarded(key, lambda: self._place(key, name, version)))
+
+    def feed(self, key: str, data: Bytes, slot: int | None, frame: object) -> None:
+        """Put the next bytes of a shard that comes in chunks in place; tells Consumed, at the end Placed or Refused.
+
+        Args:
+            key: Of the shard.
+            data: The bytes.
+            slot: Of the shared segment, if they lie there.
+            frame: Whatever keeps their memory.
+        """
+        self._jobs.put(lambda: self._feed(key, data, slot, frame))
+
+    def fail(self, key: str, reason: Reason, detail: str) -> None:
+        """The rest of a shard that comes in chunks will not come; tells Refused."""
+        self._jobs.put(lambda: self._fail(key, ShardRejected(reason, detail)))
+
+    def expire_streams(self, timeout: float) -> None:
+        """Give up the shards whose next chunk has not come for ``timeout`` seconds."""
+        self._jobs.put(lambda: self._expire_streams(timeout))
 
     def compare(self, key: str, version: int | None) -> None:
         """Compare an inspected shard with the live weights; tells Placed or Refused."""
@@ -169,7 +231,12 @@ class Loader:
 
     def drop_version(self, version: int | None) -> None:
         """Give up what a version has staged, and its waiting halves; tells Expired if there were any."""
-        self._jobs.put(lambda: self._tell_expired(self.model.drop_version(version)))
+
+        def drop() -> None:
+            self._end_streams(version, ShardRejected(Reason.STALE_VERSION, "its version has been given up"))
+            self._tell_expired(self.model.drop_version(version))
+
+        self._jobs.put(drop)
 
     def set_limits(self, settings: Settings) -> None:
         """Take over the limits that may change while the daemon runs, between two jobs."""
@@ -209,6 +276,8 @@ class Loader:
             except Exception:
                 log.exception("loader.defect")
             self.pulse.busy_since = None
+        for key in list(self._streams):
+            self._fail(key, ShardRejected(Reason.STOPPING, "the daemon is stopping; send it again later"))
         for key in list(self._open):
             self._close(key)
         self._copier.close()
@@ -217,8 +286,9 @@ class Loader:
         self.pulse.copied += nbytes
         self.pulse.beat = time.monotonic()
 
-    def _guarded(self, key: str, work: Callable[[], ShardStimulus]) -> None:
-        """Do the work on a shard and tell what came of it, whatever that is."""
+    def _guarded(self, key: str, work: Callable[[], ShardStimulus | None]) -> None:
+        """Do the work on a shard and tell what came of it, whatever that is; None: nothing yet."""
+        outcome: ShardStimulus | None
         try:
             outcome = work()
         except ShardNotReady as unready:
@@ -228,7 +298,8 @@ class Loader:
         except Exception as error:
             log.exception("loader.defect", shard=key)
             outcome = _refused(key, Reason.INTERNAL_ERROR, f"{type(error).__name__}: {error}")
-        self._sink(outcome)
+        if outcome is not None:
+            self._sink(outcome)
 
     def _inspect(self, key: str, source: Source) -> ShardStimulus:
         payload = source.open()
@@ -271,10 +342,13 @@ class Loader:
             slots = tuple(index for slot in found for index in slot.indices)
         return Listed(key=key, now=time.monotonic(), version=version, slots=slots, what=source.what)
 
-    def _place(self, key: str, name: str, version: int | None) -> ShardStimulus:
+    def _place(self, key: str, name: str, version: int | None) -> ShardStimulus | None:
         begin = time.monotonic()
         shard = self._open[key]
         payload = shard.payload
+        self._wait_for_streams(shard.plan)
+        if isinstance(payload, HeadPayload):
+            return self._open_stream(key, name, version, shard)
         in_place = self.model.staging.in_place
         if in_place and self.model.serving and not payload.proven:
             payload = self._buffered(payload)
@@ -284,16 +358,7 @@ class Loader:
         differing = self._copier.compare(payload, _copies(entries, self.model.repeats(shard.plan, version)))
         if differing:  # found before anything gives way to this shard
             raise ShardRejected(Reason.CONFLICT, str(ConflictError(version or 0, differing)))
-        try:
-            if not in_place and not self.model.staging.is_open:
-                self.model.stage(version)
-            update = self.model.begin(shard.plan, version, name)
-        except FusionCacheFull as error:
-            raise ShardRejected(Reason.FUSION_CACHE_FULL, str(error)) from error
-        except StaleError as error:
-            raise ShardRejected(Reason.STALE_VERSION, str(error)) from error
-        except StagingError as error:
-            raise ShardRejected(Reason.MODEL_BUSY, str(error)) from error
+        update = self._begin(shard.plan, version, name)
         self._tell_expired(update.expired)
         try:
             with update.writing(GATE_TIMEOUT):
@@ -303,11 +368,22 @@ class Loader:
                 payload.verify()
                 report = self.model.finish(update)
         except BaseException as error:  # noqa: BLE001 - the update has to be given up whatever happened
-            unfilled = tuple(
-                index for tensor in self.model.abort(update) for index in self.model.table.slot(tensor).indices
-            )
-            return self._failed(key, name, error, unfilled)
+            return self._failed(key, name, error, self._indices(self.model.abort(update)))
         return self._placed(key, version, shard.plan, report, begin)
+
+    def _begin(self, plan: LoadPlan, version: int | None, name: str) -> Update:
+        """Begin an update; with two generations, in the stage of its version."""
+        staging = self.model.staging
+        try:
+            if not staging.in_place and not staging.is_open:
+                self.model.stage(version)
+            return self.model.begin(plan, version, name)
+        except FusionCacheFull as error:
+            raise ShardRejected(Reason.FUSION_CACHE_FULL, str(error)) from error
+        except StaleError as error:
+            raise ShardRejected(Reason.STALE_VERSION, str(error)) from error
+        except StagingError as error:
+            raise ShardRejected(Reason.MODEL_BUSY, str(error)) from error
 
     def _check_digest(self, payload: Payload, expected: str | None) -> None:
         if expected is not None and (found := self._copier.digest(payload)) != expected:
@@ -328,14 +404,16 @@ class Loader:
 
     def _buffered(self, payload: Payload) -> Payload:
         """Read an unproven shard as a whole and prove it, before a byte of it reaches live weights."""
-        header = payload.header
-        if header.nbytes > self._unleased_bytes:
+        self._require_room(payload.header.nbytes)
+        return BytesPayload.copy_of(payload)
+
+    def _require_room(self, nbytes: int) -> None:
+        if nbytes > self._unleased_bytes:
             raise ShardRejected(
                 Reason.TOO_LARGE,
-                f"{header.nbytes} bytes without a read lease have to be buffered; the limit is "
+                f"{nbytes} bytes that are not proven have to be gathered in memory first; the limit is "
                 f"{self._unleased_bytes} (limits.unleased_bytes). Split the shard, or run as the files' owner",
             )
-        return BytesPayload.copy_of(payload)
 
     def _placed(self, key: str, version: int | None, plan: LoadPlan, report: LoadReport, begin: float) -> Placed:
         now = time.monotonic()
@@ -360,9 +438,112 @@ class Loader:
         """Slots that hold weights: of the live generation, or of the first that is being filled."""
         return self.model.generation.filled
 
+    # ------------------------------------------------------------------------ shards that come in chunks
+
+    def _open_stream(self, key: str, name: str, version: int | None, shard: _Open) -> ShardStimulus | None:
+        """Make ready for a shard's bytes, and ask for them.
+
+        They go straight into staged rows. Where they can't (live rows are written whole shards at a time, and a
+        quantised weight needs its scale first) they are gathered in memory, within the limit for unproven files.
+        """
+        header, model = shard.payload.header, self.model
+        direct = not model.staging.in_place and not any(
+            slot.group is not None and model.table.groups[slot.group].computed for slot in shard.plan.slots
+        )
+        if direct:
+            return self._receive(key, self._stream(name, version, shard))
+        self._require_room(header.nbytes)
+        return self._receive(key, _Gathering(key, name, version, shard, np.empty(header.nbytes, dtype=np.uint8)))
+
+    def _receive(self, key: str, stream: Stream | _Gathering) -> ShardStimulus | None:
+        self._streams[key] = stream
+        if not stream.complete:
+            self._sink(Wanted(key))
+            return None
+        return self._end_of_stream(key)
+
+    def _stream(self, name: str, version: int | None, shard: _Open) -> Stream:
+        header = shard.payload.header
+        update = self._begin(shard.plan, version, name)
+        entries = {entry.name: entry for entry in header.tensors}
+        compared, new = _copies(entries, update.compared), _copies(entries, update.destinations)
+        return Stream(shard.plan, version, header.nbytes, compared, shard.xxh3, update=update, new=new)
+
+    def _feed(self, key: str, data: Bytes, slot: int | None, frame: object) -> None:
+        stream = self._streams.get(key)
+        if stream is not None:
+            try:
+                stream.feed(data)
+                self._advance(data.size)
+                stream.heard = time.monotonic()
+            except Exception as error:  # noqa: BLE001 - whatever it was, it is the end of this shard alone
+                self._fail(key, error)
+                stream = None
+        del frame  # its memory may go now
+        self._sink(Consumed(key, slot))
+        if stream is not None and stream.complete:
+            self._guarded(key, lambda: self._end_of_stream(key))
+
+    def _end_of_stream(self, key: str) -> ShardStimulus | None:
+        """All bytes have come."""
+        stream = self._streams[key]
+        if isinstance(stream, _Gathering):
+            del self._streams[key]
+            stream.shard.payload = BytesPayload(stream.shard.payload.header, stream.data)
+            return self._place(key, stream.name, stream.version)
+        try:
+            stream.finish()
+            if stream.update is None:
+                del self._streams[key]
+                return self._found_alike(key, stream.plan, stream.begun)
+            report = self.model.finish(stream.update)
+        except Exception as error:  # noqa: BLE001 - the update has to be given up whatever happened
+            self._fail(key, error)
+            return None
+        stream.close()
+        del self._streams[key]
+        return self._placed(key, stream.version, stream.plan, report, stream.begun)
+
+    def _fail(self, key: str, error: Exception) -> None:
+        """Give up a shard that comes in chunks, and tell why."""
+        if key in self._streams:
+            unfilled = self._abort_stream(key)
+            self._sink(self._failed(key, key, error, unfilled))
+
+    def _abort_stream(self, key: str) -> tuple[int, ...]:
+        """Give up a shard that comes in chunks; return the slots that hold nothing now."""
+        stream = self._streams.pop(key, None)
+        if not isinstance(stream, Stream) or stream.update is None:
+            return ()
+        stream.close()
+        return self._indices(self.model.abort(stream.update))
+
+    def _indices(self, tensors: Iterable[str]) -> tuple[int, ...]:
+        return tuple(index for tensor in tensors for index in self.model.table.slot(tensor).indices)
+
+    def _end_streams(self, version: int | None, error: ShardRejected) -> None:
+        """A version's stage ends: what still comes of it has no place any more."""
+        for key in [key for key, stream in self._streams.items() if stream.version == version]:
+            self._fail(key, error)
+
+    def _expire_streams(self, timeout: float) -> None:
+        for key, stream in list(self._streams.items()):
+            silent = time.monotonic() - stream.heard
+            if silent > timeout:
+                detail = f"its client has sent nothing for {silent:.0f} s (socket.stream_timeout)"
+                self._fail(key, ShardRejected(Reason.CLIENT_SILENT, detail))
+
+    def _wait_for_streams(self, plan: LoadPlan) -> None:
+        """Two must not write the same rows: who comes second waits."""
+        for stream in self._streams.values():
+            if isinstance(stream, Stream):
+                for slot in plan.slots:
+                    if not stream.slots.isdisjoint(slot.indices):
+                        raise ShardNotReady(f"another client is sending {slot.name}")
+
     # ------------------------------------------------------------------------------------- versions
 
-    def _compare(self, key: str, version: int | None) -> ShardStimulus:
+    def _compare(self, key: str, version: int | None) -> ShardStimulus | None:
         """The version is live: the same bytes again are fine, anything else is refused."""
         begin = time.monotonic()
         shard = self._open[key]
@@ -371,19 +552,26 @@ class Loader:
             detail = f"version {version} is live, and was complete without {new[0]}: send it under a new version"
             raise ShardRejected(Reason.VERSION_CLOSED, detail)
         entries = {entry.name: entry for entry in shard.payload.header.tensors}
-        differing = self._copier.compare(shard.payload, _copies(entries, destinations))
+        copies = _copies(entries, destinations)
+        if isinstance(shard.payload, HeadPayload):
+            return self._receive(key, Stream(shard.plan, version, shard.payload.header.nbytes, copies, shard.xxh3))
+        differing = self._copier.compare(shard.payload, copies)
         if differing:
             raise ShardRejected(Reason.CONFLICT, str(ConflictError(version or 0, differing)))
         shard.payload.verify()
+        return self._found_alike(key, shard.plan, begin)
+
+    def _found_alike(self, key: str, plan: LoadPlan, begin: float) -> Placed:
+        """All of a shard of the live version was there already."""
         now = time.monotonic()
         return Placed(
             key=key,
             now=now,
-            arrived=tuple(index for slot in shard.plan.slots for index in slot.indices),
+            arrived=tuple(index for slot in plan.slots for index in slot.indices),
             fused=(),
             waiting={},
             pending=_pending(self.model, now),
-            duplicates=len(destinations),
+            duplicates=len(plan.slots),
             serving=self.model.serving,
             filled=self._filled(),
             seconds=now - begin,
@@ -396,6 +584,8 @@ class Loader:
             return Verified(now=time.monotonic(), version=version, failure=printable(why))
 
         try:
+            closed = ShardRejected(Reason.VERSION_CLOSED, f"version {version} was complete without it")
+            self._end_streams(version, closed)
             carried = self.model.carry(version)
             in_place = self.model.staging.in_place  # then every shard was searched before it was applied
             if self._checks.finite and not in_place:
@@ -474,6 +664,7 @@ class Loader:
         self._sink(Expired(now=now, halves=told, slots=slots, pending=_pending(self.model, now)))
 
     def _close(self, key: str) -> None:
+        self._abort_stream(key)
         shard = self._open.pop(key, None)
         if shard is not None:
             shard.payload.close()

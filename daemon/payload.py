@@ -129,6 +129,44 @@ class BytesPayload:
         self._data = None
 
 
+class HeadPayload:
+    """A shard of which only the head has come: its bytes will be fed, and can't be asked for."""
+
+    proven = False
+
+    def __init__(self, header: ShardHeader) -> None:
+        self.header = header
+
+    @classmethod
+    def parse(cls, head: memoryview | bytes, nbytes: int, *, header_limit: int) -> HeadPayload:
+        """Check the head of a shard.
+
+        Args:
+            head: 8 bytes of length, and the JSON.
+            nbytes: Size of the data that will follow.
+            header_limit: Longest JSON that is read, in bytes.
+
+        Raises:
+            ShardRejected: It breaks the format.
+        """
+        size = len(head) + nbytes
+        length = header_length(bytes(head[:LENGTH_BYTES]), size, header_limit)
+        if len(head) != LENGTH_BYTES + length:
+            detail = f"its head has {len(head)} bytes, and says that it has {LENGTH_BYTES + length}"
+            raise ShardRejected(Reason.MALFORMED_HEADER, detail)
+        return cls(parse_header(bytes(head[LENGTH_BYTES:]), size))
+
+    def read_into(self, offset: int, target: Bytes) -> None:
+        """See `Payload`: never."""
+        raise AssertionError(f"{target.size} bytes at {offset} of a shard that is still coming")
+
+    def verify(self) -> None:
+        """See `Payload`."""
+
+    def close(self) -> None:
+        """See `Payload`."""
+
+
 class MappedPayload:
     """A file under a read lease: nobody can change it before we give the lease up or the kernel's patience ends.
 

@@ -43,6 +43,9 @@ class Shards(Protocol):
     def on_their_way(self, version: int | None) -> bool:
         """Whether shards of a version are known that have not been placed yet, those apart that wait for its turn."""
 
+    def streaming(self, version: int | None) -> bool:
+        """Whether the bytes of some shard of a version are coming from a client right now."""
+
     def take_up(self, keys: Iterable[str]) -> None:
         """The turn of these shards has come."""
 
@@ -228,6 +231,8 @@ class Rollout:
     def _complete(self, now: float, out: list[Instruction]) -> None:
         staged = self.versions.staged
         if staged is None or staged.state is not VersionState.OPEN or not staged.is_complete(live=self.versions.ready):
+            return
+        if self._shards.streaming(staged.number):
             return
         whole = staged.whole() and staged.number is not ROLLING
         if staged.number is ROLLING:

@@ -24,14 +24,15 @@ from .control import Control, Phase
 from .errors import FusewireError, Reason, StartError, printable
 from .generator import Generation
 from .lease import install_lease_signal_handling
-from .loader import ListSource, Source
+from .ledger import State
+from .loader import Consumed, ListSource, Source, Wanted
 from .manifest import MARKER, is_index, is_marker, read_index
-from .payload import BytesPayload, Payload, open_file
+from .payload import BytesPayload, HeadPayload, Payload, open_file
 from .progressbar import ProgressBar
 from .settings import Settings
 from .sources.folder import PathHint, ScanResult
 from .sources.scan import FileHint
-from .sources.socket import Offer, Order
+from .sources.socket import Broken, Offer, Order, Piece
 from .stimuli import (
     Answered,
     Commit,
@@ -129,7 +130,7 @@ class Service:
         """How to open the shards that the folder does not hold: those of clients and of the base checkpoint."""
         self._expected: set[str] = set()
         """Keys of the base checkpoint's shards that are not in place yet."""
-        self._due = dict.fromkeys(("heartbeat", "sweep", "watchdog", "progress"), 0.0)
+        self._due = dict.fromkeys(("heartbeat", "sweep", "streams", "watchdog", "progress"), 0.0)
         self._extended_at = -1
         self._performers = self._table()
         self._bar = ProgressBar(sum(path.stat().st_size for path in parts.checkpoint))
@@ -239,6 +240,8 @@ class Service:
                 self._feed(letter)
             case Idle():
                 self._look_for_leases()
+            case Wanted() | Consumed():
+                self._stream_goes_on(letter)
             case PathHint():
                 if self.parts.folder is not None:
                     self._take_hint(self.parts.folder.look(letter))
@@ -252,24 +255,58 @@ class Service:
             case _:
                 assert_never(letter)
 
+    def _stream_goes_on(self, letter: Wanted | Consumed) -> None:
+        assert self.parts.ingest is not None
+        if isinstance(letter, Wanted):
+            self.parts.ingest.want(letter.key)
+        else:
+            self.parts.ingest.consumed(letter.key, letter.slot)
+
     def _take_offers(self) -> None:
         assert self.parts.ingest is not None
-        for offer in self.parts.ingest.offers():
-            if isinstance(offer, Order):
-                self._take_order(offer)
-            else:
-                self._take_offer(offer)
+        for came in self.parts.ingest.offers():
+            match came:
+                case Piece(key, data, slot, frame):
+                    self.loader.feed(key, data, slot, frame)
+                case Offer():
+                    self._take_offer(came)
+                case Order():
+                    self._take_order(came)
+                case Broken():
+                    self._take_break(came)
+                case _:
+                    assert_never(came)
+
+    def _take_break(self, broken: Broken) -> None:
+        """The rest of a shard will not come: whoever has it at the moment gives it up."""
+        shard = self.ledger.shards.get(broken.key)
+        if shard is not None and shard.state is State.STREAMING:
+            self.loader.fail(broken.key, broken.reason, broken.detail)
+        elif shard is not None:
+            self._feed(Gone(key=broken.key, now=time.monotonic()))
 
     def _take_offer(self, offer: Offer) -> None:
         frame, limit = offer.payload, self.settings.limits.header_bytes
 
         def open_frame() -> Payload:
+            if offer.nbytes is not None:
+                return HeadPayload.parse(frame.buffer, offer.nbytes, header_limit=limit)
             return BytesPayload.parse(frame.buffer, header_limit=limit)
 
         claims = () if offer.version is None else (Claim("message header", offer.version),)
         self._sources[offer.key] = Source(offer.name, open_frame, claims, offer.run, offer.xxh3)
         held, now = len(frame.buffer), time.monotonic()
-        self._feed(Seen(key=offer.key, name=offer.name, source="socket", held=held, claimed=offer.version, now=now))
+        self._feed(
+            Seen(
+                key=offer.key,
+                name=offer.name,
+                source="socket",
+                held=held,
+                stream=offer.nbytes is not None,
+                claimed=offer.version,
+                now=now,
+            )
+        )
 
     def _take_order(self, order: Order) -> None:
         """A trainer says that a version is all there, or gives it up."""
@@ -445,6 +482,8 @@ class Service:
             self.parts.metrics.observe(self.ledger)
         if self.ledger.pending and self._is_due("sweep", 1.0):
             self.loader.sweep()
+        if self.ledger.streams and self._is_due("streams", 1.0):
+            self.loader.expire_streams(self.settings.socket.stream_timeout)
         interval = notify.watchdog_interval()
         if interval is not None and self._is_due("watchdog", interval / 3):
             # The ping speaks for every thread, not just for this one.

@@ -63,6 +63,18 @@ class Socket(_Section, frozen=True, kw_only=True):
     endpoint: str = "ipc:///run/fusewire/ingest.sock"
     max_put_bytes: Bytes = 256 * MIB
     in_flight_bytes: Bytes = 1 * GIB
+    chunk_bytes: Annotated[int, msgspec.Meta(ge=65536, le=8 * MIB)] = 4 * MIB
+    """Largest chunk of a shard that is sent in several messages."""
+    window_bytes: Bytes = 32 * MIB
+    """Bytes of chunks that one client may have on their way; all streams have as much together as each its own."""
+    streams: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 16
+    """Shards that may be coming in chunks at the same time; one more is answered ``busy``."""
+    stream_timeout: Seconds = 30.0
+    """Seconds without a chunk after which a shard is given up."""
+    shared_memory: bool = True
+    """Whether clients on this host may hand chunks over in shared memory."""
+    shared_path: str = ""
+    """Folder for the shared segment, on a tmpfs; empty: beside an ipc endpoint if that is one, else /dev/shm."""
 
 
 class Events(_Section, frozen=True, kw_only=True):
@@ -207,7 +219,11 @@ def _resolved(settings: Settings, base: Path) -> Settings:
             checkpoint=absolute(settings.model.checkpoint),
         ),
         folder=replace(settings.folder, path=absolute(settings.folder.path)),
-        socket=replace(settings.socket, endpoint=endpoint(settings.socket.endpoint)),
+        socket=replace(
+            settings.socket,
+            endpoint=endpoint(settings.socket.endpoint),
+            shared_path=absolute(settings.socket.shared_path),
+        ),
         events=replace(settings.events, endpoint=endpoint(settings.events.endpoint)),
         control=replace(settings.control, endpoint=endpoint(settings.control.endpoint)),
         versions=replace(settings.versions, archive=absolute(settings.versions.archive)),

@@ -40,6 +40,8 @@ class Seen(ShardStimulus):
     """Bytes of ours that it occupies until it is done: 0 for files."""
     identity: Hashable = None
     content: Hashable = None
+    stream: bool = False
+    """Whether its bytes come bit by bit, from a client, once it may be placed."""
     claimed: int | None = None
     """The version that its folder or its message names, before anybody has looked into it."""
 

@@ -5,24 +5,98 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from . import wire
 from .errors import FusewireError, ProtocolError, ShardRejected, printable
 from .rpc import Closing, Requester
+from .sending import Sender
 from .shard import LENGTH_BYTES, ShardHeader, TensorEntry, header_length, parse_header
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.02, 1.0
 """Seconds between two tries when the daemon is busy: doubled from the first to the longest."""
+WHOLE_CHUNKS = 2
+"""A shard that is not larger than so many chunks goes in one message."""
 _HEADER_ROOM = 1024 * 1024
 """Bytes that are left for a part's header when a shard is split."""
 _HEADER_LIMIT = 100_000_000
+_DIGEST_BYTES = 4 << 20
 
 
 class TensorTooLarge(FusewireError):
     """One tensor is larger than the daemon takes in one message."""
+
+
+class _Source(Protocol):
+    """A shard to be sent in chunks."""
+
+    head: bytes
+    nbytes: int
+
+    def fill(self, position: int, target: memoryview) -> None:
+        """Copy data into memory."""
+
+    def cut(self, position: int, nbytes: int) -> memoryview | bytes:
+        """Hand out data."""
+
+    def digest(self) -> str:
+        """Return the xxh3-128 of all data."""
+
+
+class _InMemory:
+    """A shard in memory."""
+
+    def __init__(self, shard: memoryview, begin: int) -> None:
+        self.head = bytes(shard[:begin])
+        self._data = shard[begin:]
+        self.nbytes = self._data.nbytes
+
+    def fill(self, position: int, target: memoryview) -> None:
+        """See `_Source`."""
+        target[:] = self._data[position : position + len(target)]
+
+    def cut(self, position: int, nbytes: int) -> memoryview:
+        """See `_Source`."""
+        return self._data[position : position + nbytes]
+
+    def digest(self) -> str:
+        """See `_Source`."""
+        import xxhash  # noqa: PLC0415 - only who wants digests needs it
+
+        return xxhash.xxh3_128_hexdigest(self._data)
+
+
+class _InFile:
+    """A shard in a file. Raises OSError and ShardRejected as `read_header` does."""
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        header = read_header(descriptor, size)
+        self._descriptor = descriptor
+        self._begin = header.data_offset
+        self.head = os.pread(descriptor, header.data_offset, 0)
+        self.nbytes = header.nbytes
+
+    def fill(self, position: int, target: memoryview) -> None:
+        """See `_Source`."""
+        _read_all(self._descriptor, target, self._begin + position)
+
+    def cut(self, position: int, nbytes: int) -> bytes:
+        """See `_Source`."""
+        data = os.pread(self._descriptor, nbytes, self._begin + position)
+        if len(data) != nbytes:
+            raise OSError("the file became shorter while it was read")
+        return data
+
+    def digest(self) -> str:
+        """See `_Source`."""
+        import xxhash  # noqa: PLC0415 - only who wants digests needs it
+
+        made = xxhash.xxh3_128()
+        for position in range(0, self.nbytes, _DIGEST_BYTES):
+            made.update(self.cut(position, min(_DIGEST_BYTES, self.nbytes - position)))
+        return made.hexdigest()
 
 
 class Trainer(Closing):
@@ -33,31 +107,47 @@ class Trainer(Closing):
         timeout: Seconds that each push may take, waiting for a busy daemon included.
         run: The trainer's incarnation: a new one, of any name, restarts the numbering of versions.
         digest: Whether to send an xxh3-128 of each shard's data, for the daemon to check.
+        shared_memory: Whether to hand large shards over in the daemon's shared memory, if it is on this host.
 
     A rejection is an answer (``status == "rejected"``), not an exception. DaemonUnreachable is raised when no
     answer came in time; what was sent may then have been applied or not, and may safely be sent again.
     """
 
-    def __init__(self, endpoint: str, timeout: float = 60.0, *, run: str | None = None, digest: bool = False) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        timeout: float = 60.0,
+        *,
+        run: str | None = None,
+        digest: bool = False,
+        shared_memory: bool = True,
+    ) -> None:
         self._requester = Requester(endpoint, timeout)
         self._run = run
         self._digest = digest
-        self._max_put_bytes = 0
+        self._shared = shared_memory
+        self._welcome: wire.Welcome | None = None
+        self._sender: Sender | None = None
 
     @property
-    def max_put_bytes(self) -> int:
-        """Largest shard that the daemon takes in one message, in bytes; asked for once."""
-        if not self._max_put_bytes:
+    def welcome(self) -> wire.Welcome:
+        """The daemon's limits; asked for once."""
+        if self._welcome is None:
             welcome = self._requester.request([wire.encode(wire.Hello())], wire.decode_ingest_reply)
             if not isinstance(welcome, wire.Welcome):
                 raise ProtocolError(f"the daemon did not say hello: {printable(welcome)}")
-            self._max_put_bytes = welcome.max_put_bytes
-        return self._max_put_bytes
+            self._welcome = welcome
+        return self._welcome
+
+    @property
+    def max_put_bytes(self) -> int:
+        """Largest shard that the daemon takes in one message, in bytes."""
+        return self.welcome.max_put_bytes
 
     def push_bytes(
         self, shard: bytes | bytearray | memoryview, *, version: int | None = None, name: str | None = None
     ) -> wire.Answer:
-        """Push a shard that lies in memory in safetensors' format, in one message.
+        """Push a shard that lies in memory in safetensors' format: a small one in one message, else in chunks.
 
         Args:
             shard: The whole shard. It is sent from where it lies: leave it unchanged until this returns.
@@ -65,17 +155,37 @@ class Trainer(Closing):
             name: What to call it in events and logs.
 
         Raises:
-            TensorTooLarge: It does not fit into one message.
+            TensorTooLarge: It does not fit into one message, and the daemon takes no chunks.
             DaemonUnreachable: No answer came in time.
         """
-        size = memoryview(shard).nbytes
-        if size > self.max_put_bytes:
+        view = memoryview(shard).cast("B")
+        if self._in_chunks(view.nbytes) and view.nbytes > LENGTH_BYTES:
+            begin = LENGTH_BYTES + int.from_bytes(view[:LENGTH_BYTES], "little")
+            if begin <= view.nbytes:
+                return self._stream(_InMemory(view, begin), version, name)
+        if view.nbytes > self.max_put_bytes:
             raise TensorTooLarge(
-                f"a shard of {size} bytes: the daemon takes {self.max_put_bytes} in one message "
+                f"a shard of {view.nbytes} bytes: the daemon takes {self.max_put_bytes} in one message "
                 "(socket.max_put_bytes). Use push_file, which splits it, or put it into the drop folder"
             )
         digest = _data_digest(shard) if self._digest else None
         return self._ask([wire.encode(wire.Put(version=version, name=name, run=self._run, xxh3=digest)), shard])
+
+    def _in_chunks(self, nbytes: int) -> bool:
+        """Whether a shard of this size goes in chunks: a message is in memory as a whole, and large ones are slow."""
+        return self.welcome.chunk_bytes > 0 and nbytes > WHOLE_CHUNKS * self.welcome.chunk_bytes
+
+    def _stream(self, source: _Source, version: int | None, name: str | None) -> wire.Answer:
+        if self._sender is None:
+            self._sender = Sender(self._requester.endpoint, self.welcome, shared=self._shared)
+        digest = source.digest() if self._digest else None
+        begin = wire.Begin(stream="", nbytes=source.nbytes, version=version, name=name, run=self._run, xxh3=digest)
+        sender = self._sender
+
+        def once(left: float) -> wire.Answer:
+            return sender.send(begin, source.head, source.fill, source.cut, left)
+
+        return self._until_taken(once)
 
     def commit(self, version: int, tensors: Sequence[str] | None = None) -> wire.Answer:
         """Say that a version has been sent: what it did not bring is carried over from the live one.
@@ -99,13 +209,20 @@ class Trainer(Closing):
 
     def _ask(self, frames: Sequence[Any]) -> wire.Answer:
         """Send a request until the daemon is not too busy for it, within the timeout."""
-        deadline = time.monotonic() + self._requester.timeout
-        pause = FIRST_PAUSE
-        while True:
-            left = max(0.001, deadline - time.monotonic())
+
+        def once(left: float) -> wire.Answer:
             answer = self._requester.request(frames, wire.decode_ingest_reply, left)
             if not isinstance(answer, wire.Answer):
                 raise ProtocolError(f"the daemon's answer was {printable(answer)}")
+            return answer
+
+        return self._until_taken(once)
+
+    def _until_taken(self, once: Callable[[float], wire.Answer]) -> wire.Answer:
+        deadline = time.monotonic() + self._requester.timeout
+        pause = FIRST_PAUSE
+        while True:
+            answer = once(max(0.001, deadline - time.monotonic()))
             if answer.status != "busy" or time.monotonic() + pause > deadline:
                 return answer
             time.sleep(pause)
@@ -114,10 +231,10 @@ class Trainer(Closing):
     def push_file(
         self, path: str | os.PathLike[str], *, version: int | None = None, name: str | None = None
     ) -> list[wire.Answer]:
-        """Push a shard file; one that is too large for a message goes in several, cut between tensors.
+        """Push a shard file; a large one goes in chunks, or, if the daemon takes none, in parts, cut between tensors.
 
         Returns:
-            The answer to each message, in order. After a rejection, or a daemon that stays busy, nothing more is sent.
+            The answer to each part, in order. After a rejection, or a daemon that stays busy, nothing more is sent.
 
         Raises:
             OSError: The file can't be read.
@@ -128,6 +245,9 @@ class Trainer(Closing):
         path = Path(path)
         name = name or path.name
         size = path.stat().st_size
+        if self._in_chunks(size):
+            with path.open("rb") as file:
+                return [self._stream(_InFile(file.fileno(), size), version, name)]
         if size <= self.max_put_bytes:
             return [self.push_bytes(path.read_bytes(), version=version, name=name)]
         answers = []
@@ -148,8 +268,10 @@ class Trainer(Closing):
         return self.push_bytes(serialize(tensors), version=version, name=name)
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connections."""
         self._requester.close()
+        if self._sender is not None:
+            self._sender.close()
 
 
 def _data_digest(shard: bytes | bytearray | memoryview) -> str:

@@ -50,6 +50,41 @@ class Put(_Request, frozen=True, kw_only=True, tag="put"):
     """xxh3-128 of the shard's data section, as 32 hexadecimal digits: then the bytes are checked against it."""
 
 
+class Begin(_Request, frozen=True, kw_only=True, tag="begin"):
+    """A shard will come in chunks; the frame that follows is its head: 8 bytes of length and the JSON.
+
+    Send nothing before `Credit` says so. Only over a DEALER: a REQ could not hear of credit.
+    """
+
+    stream: Label
+    """What this client calls it; comes back in each `Credit` and in the `Answer`."""
+    nbytes: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+    """Size of the data section, which is what the chunks bring."""
+    version: Version | None = None
+    name: Label | None = None
+    run: Label | None = None
+    xxh3: Digest | None = None
+    shared: bool = False
+    """Whether the chunks will lie in the shared segment."""
+
+
+class Chunk(_Request, frozen=True, kw_only=True, tag="chunk"):
+    """The next bytes of a shard's data section: in the frame that follows, or in a slot of the shared segment."""
+
+    stream: Label
+    offset: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+    """Where they begin in the data section: chunks come in order, without holes."""
+    slot: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    nbytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """With ``slot``: how many of its bytes."""
+
+
+class Cancel(_Request, frozen=True, kw_only=True, tag="cancel"):
+    """The rest of a shard will not come; its answer is ``rejected``."""
+
+    stream: Label
+
+
 class Commit(_Request, frozen=True, kw_only=True, tag="commit"):
     """All of a version has been sent, or these are the tensors that it consists of; the rest is carried over."""
 
@@ -66,7 +101,7 @@ class Abort(_Request, frozen=True, kw_only=True, tag="abort"):
     run: Label | None = None
 
 
-IngestRequest = Hello | Put | Commit | Abort
+IngestRequest = Hello | Put | Begin | Chunk | Cancel | Commit | Abort
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="welcome"):
@@ -74,6 +109,19 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
 
     boot: str
     max_put_bytes: int
+    chunk_bytes: int = 0
+    shared: str = ""
+    """Path of the shared segment, cut into slots of ``chunk_bytes``; empty: there is none."""
+
+
+class Credit(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="credit"):
+    """So many more chunks of a shard may be sent, each of ``chunk_bytes`` at most."""
+
+    stream: str
+    chunks: int = 0
+    """Chunks that may come as frames."""
+    slots: tuple[int, ...] = ()
+    """Slots of the shared segment that may be written, if the client uses it: then ``chunks`` is 0."""
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="answer"):
@@ -94,6 +142,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="a
     """Layers whose pair this shard completed."""
     waiting: tuple[str, ...] = ()
     """Tensors of this shard that wait for their partner."""
+    stream: str | None = None
+    """What the client called the shard in ``begin``."""
 
 
 # --------------------------------------------------------------------------------------------- control
@@ -322,7 +372,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="e
 
 ControlReply = Status | Snapshot | Replay | Pending | Generated | VersionList | Done | Failed
 
-IngestReply = Answer | Welcome
+IngestReply = Answer | Welcome | Credit
 
 _Message = TypeVar("_Message")
 _encoder = msgspec.json.Encoder()

@@ -56,6 +56,12 @@ def needs_polling(path: Path) -> str:
     return "" if mount is not None and mount.kind in LOCAL else (mount.kind if mount else "unknown")
 
 
+def kind_of(path: Path) -> str:
+    """Return the kind of the file system that a path lies on; ``unknown`` if nobody knows."""
+    mount = mount_of(path, _read(MOUNTINFO))
+    return mount.kind if mount is not None else "unknown"
+
+
 def is_private_tmp(path: Path) -> bool:
     """Whether a path lies in a /tmp that systemd made for this service alone (PrivateTmp=).
 

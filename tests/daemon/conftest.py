@@ -246,8 +246,17 @@ EVERYTHING = tuple(range(7))
 class Driver:
     """A ledger whose invariants are checked after each step, and shorthands for what happens to it."""
 
-    def __init__(self, *, held_limit: int = 100, known_limit: int = 1000, policy: Policy | None = None) -> None:
-        self.ledger = Ledger(COVERAGE, held_limit=held_limit, known_limit=known_limit, policy=policy)
+    def __init__(
+        self,
+        *,
+        held_limit: int = 100,
+        known_limit: int = 1000,
+        policy: Policy | None = None,
+        stream_limit: int = 16,
+    ) -> None:
+        self.ledger = Ledger(
+            COVERAGE, held_limit=held_limit, known_limit=known_limit, policy=policy, stream_limit=stream_limit
+        )
         self.now = 0.0
         self.leased = 0
         """Leases on the generation before, at each commit."""
@@ -274,7 +283,7 @@ class Driver:
             Seen(
                 key=key,
                 name=key,
-                source="folder",
+                source="socket" if held else "folder",
                 identity=identity,
                 content=content,
                 held=held,

@@ -153,7 +153,7 @@ class FakeDaemon:
             if isinstance(answer, bytes) or answer.status != "applied":
                 return answer if isinstance(answer, bytes) else wire.encode(answer)
         if not isinstance(request, wire.Put):
-            return wire.encode(wire.Answer(status="accepted", version=request.version, detail=repr(request)))
+            return wire.encode(wire.Answer(status="accepted", detail=repr(request)))
         self.puts.append((request, frames[1]))
         return wire.encode(wire.Answer(status="applied", shard=request.name or "", version=request.version))
 

@@ -354,7 +354,9 @@ class Life(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.drive = self.driver(held_limit=4, known_limit=6, policy=Policy(automatic=self.automatic, stale_after=5.0))
+        self.drive = self.driver(
+            held_limit=4, known_limit=6, policy=Policy(automatic=self.automatic, stale_after=5.0), stream_limit=2
+        )
         self.drive.versions_follow = False
         self.to_inspect: list[str] = []
         self.to_place: list[str] = []
@@ -393,13 +395,25 @@ class Life(RuleBasedStateMachine):
     def file_gone(self, name: int) -> None:
         self.take(self.drive(Gone(key=f"f{name}", now=self.drive.now)))
 
-    @rule(held=st.integers(1, 3))
-    def client_puts(self, held: int) -> None:
+    @rule(held=st.integers(1, 3), stream=st.booleans())
+    def client_puts(self, held: int, stream: bool) -> None:
         self.count += 1
         key = f"c{self.count}"
         self.asked[key] = 1
-        out = self.drive(Seen(key=key, name=key, source="socket", held=held, now=self.drive.now))
+        out = self.drive(Seen(key=key, name=key, source="socket", held=held, stream=stream, now=self.drive.now))
         self.take(out)
+
+    @precondition(lambda self: self.drive.ledger.streams)
+    @rule(data=st.data())
+    def client_goes_away(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.drive.ledger.streams)))
+        if self.drive.ledger.shards[key].state is not State.STREAMING:  # else the loader gives it up, and says so
+            self.take(self.drive(Gone(key=key, now=self.drive.now)))
+
+    @precondition(lambda self: self.to_place)
+    @rule()
+    def has_to_wait_for_another(self) -> None:
+        self.take(self.drive(NotReady(key=self.to_place.pop(0), now=self.drive.now, why="another client")))
 
     @rule(seconds=st.floats(0.0, 3.0))
     def time_passes(self, seconds: float) -> None:
@@ -487,7 +501,9 @@ class Life(RuleBasedStateMachine):
 
     @invariant()
     def the_ledger_waits_only_for_work_it_asked_for(self) -> None:
-        assert sorted(self.to_inspect + self.to_place) == sorted(self.drive.ledger.in_flight)
+        ledger = self.drive.ledger
+        coming = [shard.key for shard in ledger.shards.values() if shard.state is State.STREAMING]
+        assert sorted(self.to_inspect + self.to_place) == sorted([*ledger.in_flight, *coming])
 
     @invariant()
     def every_client_gets_exactly_one_answer(self) -> None:
@@ -525,6 +541,7 @@ class Life(RuleBasedStateMachine):
         ledger = self.drive.ledger
         assert not ledger.in_flight
         assert not ledger.queue
+        assert not any(shard.state is State.STREAMING for shard in ledger.shards.values())
         staged = ledger.versions.staged
         waiting = [shard for shard in ledger.shards.values() if shard.state is State.WAITING]
         assert not waiting or (staged is not None and staged.state in {VersionState.OPEN, VersionState.VERIFIED})

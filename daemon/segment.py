@@ -1,0 +1,115 @@
+"""A memory segment that the daemon owns and clients of this host may map: chunks lie in it instead of in messages.
+
+It is a file on a tmpfs, cut into slots of one chunk each. Clients need to be allowed to open it, as they are to
+connect. Which slot is whose is told by credit; what a client writes into one that is not its own spoils the weights
+that another one sends, which who may connect could do as well by sending them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import stat
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import StartError
+from .sources.filesystems import kind_of
+
+Bytes = npt.NDArray[np.uint8]
+
+_POPULATE = getattr(mmap, "MAP_POPULATE", 0)
+
+
+class Segment:
+    """The daemon's side.
+
+    Args:
+        folder: Where the file is made; has to be on a tmpfs, or every page that is written goes to a disk.
+        name: Of the file.
+        slot_bytes: Size of a slot.
+        slots: How many there are.
+        mode: Permission bits.
+
+    Raises:
+        StartError: The folder is not on a tmpfs, or there is no room.
+    """
+
+    def __init__(self, folder: Path, name: str, *, slot_bytes: int, slots: int, mode: int) -> None:
+        if kind_of(folder) not in {"tmpfs", "ramfs"}:
+            raise StartError(f"socket.shared_path = {folder}: has to be a folder on a tmpfs, such as /dev/shm")
+        self.slot_bytes = slot_bytes
+        self.slots = slots
+        self.path = folder / name
+        size = slot_bytes * slots
+        try:
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            try:
+                os.posix_fallocate(descriptor, 0, size)  # now, and not by a SIGBUS when the memory is used
+                with contextlib.suppress(OSError):
+                    os.fchown(descriptor, -1, folder.stat().st_gid)
+                os.fchmod(descriptor, mode)
+                self._map = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | _POPULATE, prot=mmap.PROT_READ)
+            except BaseException:
+                self.path.unlink(missing_ok=True)
+                raise
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise StartError(f"socket.shared_path: {self.path} of {size} bytes: {error.strerror}") from error
+        self._bytes: Bytes = np.frombuffer(self._map, dtype=np.uint8)
+
+    def slot(self, index: int, nbytes: int) -> Bytes:
+        """Return the first bytes of a slot."""
+        begin = index * self.slot_bytes
+        return self._bytes[begin : begin + nbytes]
+
+    def close(self) -> None:
+        """Remove the file; clients that have it mapped keep their memory until they let go."""
+        self.path.unlink(missing_ok=True)
+
+
+class Attached:
+    """A client's side.
+
+    Args:
+        path: Of the segment, as the daemon's greeting says.
+        slot_bytes: Size of a slot.
+
+    Raises:
+        OSError: It can't be opened: another host, or not allowed.
+    """
+
+    def __init__(self, path: str, slot_bytes: int) -> None:
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode) or status.st_size < slot_bytes:
+                raise OSError(f"{path} is no segment")
+            self._map = mmap.mmap(descriptor, status.st_size, flags=mmap.MAP_SHARED | _POPULATE)
+        finally:
+            os.close(descriptor)
+        self._slot_bytes = slot_bytes
+        self._view = memoryview(self._map)
+
+    def slot(self, index: int, nbytes: int) -> memoryview:
+        """Return the first bytes of a slot, writable."""
+        begin = index * self._slot_bytes
+        return self._view[begin : begin + nbytes]
+
+    def close(self) -> None:
+        """Unmap it."""
+        self._view.release()
+        self._map.close()
+
+
+def folder_for(setting: str, endpoint_path: Path | None) -> Path:
+    """Say where the segment goes: where the settings say, else beside an ipc endpoint on a tmpfs, else /dev/shm."""
+    if setting:
+        return Path(setting)
+    if endpoint_path is not None and kind_of(beside := endpoint_path.parent) == "tmpfs":
+        return beside
+    return Path("/dev/shm")  # noqa: S108 - a tmpfs by definition; the file's name is new and its mode ours
