@@ -18,7 +18,7 @@ demo: $(STAMP) ## the main job, shown on a real checkpoint: shards in, fused lay
 	@$(BIN)/fusewire demo
 
 test: lint types ## lint, types and tests
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist worksteal
 
 lint: $(STAMP) ## ruff: rules and format
 	$(BIN)/ruff check

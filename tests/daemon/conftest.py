@@ -70,6 +70,7 @@ class RunningDaemon:
             "events": {"endpoint": "ipc://events.sock", "heartbeat_interval": 0.5},
             "control": {"endpoint": "ipc://control.sock"},
             "metrics": {"port": 0},
+            "loader": {"non_temporal": False},  # a second start for each daemon would take longer than it saves
         }
         for section, values in changes.items():
             sections.setdefault(section, {}).update(values)
