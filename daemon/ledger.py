@@ -29,7 +29,7 @@ from typing import Any, TypeAlias
 
 from . import events, wire
 from .errors import Reason, printable
-from .progress import Coverage
+from .progress import ROLLING, Coverage
 from .rollout import Rollout
 from .roster import Policy, Verdict, Versions
 from .stimuli import (
@@ -343,10 +343,13 @@ class Ledger:
             self.in_flight.discard(shard.key)
 
     def _silent(self, version: int | None, now: float) -> bool:
-        """Whether the staged version has stopped growing, and this one is newer."""
+        """Whether the staged version has stopped growing, and this one is newer, or of the other kind."""
         staged = self.versions.staged
-        newer = staged is not None and staged.number is not None and version is not None and version > staged.number
-        return newer and self.versions.stalled(now)
+        if staged is None or not self.versions.stalled(now) or self.versions.judge(version, None).kind != "wait":
+            return False
+        if staged.number is ROLLING or version is ROLLING:
+            return staged.number != version
+        return version > staged.number
 
     def _hold(self, shard: Shard, verdict: Verdict, now: float, out: list[Instruction]) -> None:
         """Its version's turn has not come. A file stays where it is; a client is sent away, unless it is soon."""

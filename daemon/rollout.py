@@ -198,9 +198,16 @@ class Rollout:
     def review(self, now: float, out: list[Instruction]) -> None:
         """After whatever has happened: is the staged version complete or stalled, and whose turn is next?"""
         self._complete(now, out)
-        overtaker = self.versions.overtaker()
+        waiting = self.versions.staged
+        if waiting is not None and waiting.state is VersionState.VERIFIED and self.versions.policy.automatic:
+            self._commit(waiting, out)  # it had waited for its commit, and the settings have changed
+        overtaker = self.versions.overtaker(now)
         if overtaker is not None:
-            self.supersede(f"{overtaker.label} is complete", now, out)
+            complete = overtaker.number is not ROLLING and overtaker is self.versions.newest_complete()
+            why = (
+                f"{overtaker.label} is complete" if complete else f"it has stopped growing, and {overtaker.label} waits"
+            )
+            self.supersede(why, now, out)
         staged = self.versions.staged
         idle = staged is not None and not staged.fresh and staged.state is VersionState.OPEN
         if staged is not None and idle and not self._shards.on_their_way(staged.number):

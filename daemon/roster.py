@@ -307,10 +307,23 @@ class Versions:
                 return version
         return None
 
-    def overtaker(self) -> Version | None:
-        """Return the complete version that waits and should take the staged one's place, if there is one."""
+    def overtaker(self, now: float) -> Version | None:
+        """Return the version that waits and should take the staged one's place, if there is one.
+
+        That is a newer one that is complete. Between shards with a version and those without, which is newer can't be
+        told: there the later one waits until the other has stopped growing.
+        """
         staged = self.staged
-        if staged is None or staged.number is ROLLING:
+        if staged is None:
+            return None
+        if self.stalled(now):
+            other_kind = (
+                v for v in self.known.values() if v.queued and (v.number is ROLLING) ^ (staged.number is ROLLING)
+            )
+            found = next(other_kind, None)
+            if found is not None:
+                return found
+        if staged.number is ROLLING:
             return None
         held = staged.state is VersionState.VERIFIED and not staged.committing
         if staged.state is not VersionState.OPEN and not held:

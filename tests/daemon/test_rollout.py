@@ -236,6 +236,12 @@ def test_by_hand_a_verified_version_waits_for_its_commit(by_hand: Driver) -> Non
     assert by_hand.ledger.versions.live is None, "the rolling version goes live by itself"
 
 
+def test_what_waits_for_its_commit_goes_live_when_the_settings_change(by_hand: Driver) -> None:
+    put_live(by_hand, 1)
+    by_hand.ledger.versions.policy = Policy(automatic=True)
+    assert [event.version for event in told(by_hand(Tick(now=1)), events.VersionLive)] == [1]
+
+
 def test_by_hand_a_newer_complete_version_takes_the_place_of_one_that_waits(by_hand: Driver) -> None:
     put_live(by_hand, 1)
     by_hand.seen("all2")
@@ -300,6 +306,28 @@ def test_a_silent_version_gives_way_to_a_newer_one_that_is_pushed(new_driver: Ca
     drive.seen("late", identity=None, held=5)
     (answer,) = drive.answers(drive.inspected("late", 2, (3,)))
     assert answer.reason == "stale_version"
+
+
+@pytest.mark.parametrize("pushed", [True, False])
+@pytest.mark.parametrize(("first", "second"), [(None, 3), (3, None)])
+def test_versions_and_the_rolling_one_do_not_wait_for_each_other_for_ever(
+    first: int | None, second: int | None, pushed: bool, new_driver: Callable[..., Any]
+) -> None:
+    """A lone half without a version, or a version that nobody goes on with, and then shards of the other kind."""
+    drive = new_driver(policy=Policy(stale_after=10.0))
+    put_live(drive, 1)
+    drive.apply("half", first, (1,), waiting={1: "0.q_a"})
+    drive.seen("b", held=5 if pushed else 0, identity=None if pushed else 1)
+    out = drive.inspected("b", second, (3,))
+    if pushed:
+        assert drive.answers(out)[0].status == "busy"
+    out = drive(Tick(now=11.0))
+    if pushed:
+        drive.seen("b", identity=None, held=5)
+        out = drive.inspected("b", second, (3,))
+    assert [event.version for event in told(out, events.VersionSuperseded)] == [first]
+    assert DropVersion(first) in out
+    assert out[-1] == (Place("b", second) if pushed else Inspect("b"))
 
 
 def test_staging_waits_for_the_requests_on_the_weights_before(drive: Driver) -> None:

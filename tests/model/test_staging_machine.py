@@ -8,7 +8,7 @@ leased with the record, and asks where every half is: in its rows, visibly waiti
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import pytest
@@ -19,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch import Tensor
 
 from fusewire.model import (
+    Carried,
     ConflictError,
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
@@ -125,13 +126,15 @@ class Staged(RuleBasedStateMachine):
         self.retired_version: int | None = None
         self.intact = False
         """Whether nothing has been written over what is retired."""
+        self.differing = set(self.slots)
+        """In which the two generations may differ: what the live version brought, and what has been written since."""
         self.staging: bool = False
         self.version: int | None = None
         self.rows: dict[str, Piece] = {}
         """Of the present stage: in the staged rows."""
         self.waiting: dict[str, Piece] = {}
         """Of the present stage: in copies."""
-        self.untold: dict[str, Piece] = {}
+        self.untold: list[tuple[str, Piece]] = []
         """Given up, and to be told by the next sweep."""
         self.readings: list[Reading] = []
 
@@ -194,20 +197,34 @@ class Staged(RuleBasedStateMachine):
 
     def told(self, halves: Iterable[ExpiredHalf]) -> None:
         """What is given up is something that waited; it is told once."""
+        waited = self.halves_in_rows()
         for half in halves:
-            for record in (self.untold, self.waiting, self.rows):
-                if half.tensor in record and record[half.tensor].since == half.since:
-                    if record is self.rows:
-                        assert half.tensor in self.halves_in_rows()
-                        self.intact = False
-                    del record[half.tensor]
-                    break
-            else:
-                pytest.fail(f"{half} did not wait")
+            piece = next((p for n, p in self.untold if (n, p.values.version, p.since) == half_key(half)), None)
+            if piece is not None:
+                self.untold.remove((half.tensor, piece))
+                continue
+            record = self.waiting if half.tensor in self.waiting else self.rows
+            assert record is self.waiting or half.tensor in waited
+            if record is self.rows:
+                self.wrote([half.tensor])
+            piece = record.pop(half.tensor)
+            assert half_key(half) == (half.tensor, piece.values.version, piece.since)
+
+    def wrote(self, names: Collection[str]) -> None:
+        """Something has happened to staged rows."""
+        self.differing.update(names)
+        self.intact &= not names
+
+    def carry(self) -> Carried:
+        """Carry over; only what may differ is copied."""
+        report = self.model.carry(self.version)
+        assert report.slots <= len(self.differing - set(self.rows))
+        self.intact &= report.slots == 0
+        return report
 
     def close(self) -> None:
         """The stage is over; its copies will be told as given up."""
-        self.untold |= self.waiting
+        self.untold += self.waiting.items()
         self.rows, self.waiting, self.staging = {}, {}, False
 
     def leased(self, generation: int) -> bool:
@@ -252,13 +269,13 @@ class Staged(RuleBasedStateMachine):
             return
         except BrokenOffError:
             self.staging, self.version = True, version
-            self.intact &= not written
+            self.wrote(written)
             for name in written:
                 self.rows.pop(name, None)
             self.told(self.model.sweep())
             return
         self.staging, self.version = True, version
-        self.intact &= not written
+        self.wrote(written)
         self.told(report.expired)
         for name in new:
             (self.waiting if self.in_copies(name) else self.rows)[name] = Piece(key, self.now)
@@ -301,23 +318,45 @@ class Staged(RuleBasedStateMachine):
     @rule(data=st.data(), follow=st.booleans(), version=versions, variant=variants, after=st.integers(0, 6))
     def break_off(self, data: st.DataObject, follow: bool, version: int | None, variant: int, after: int) -> None:
         names = data.draw(st.lists(st.sampled_from(list(self.slots)), min_size=1, max_size=6, unique=True))
-        if data.draw(st.booleans()):  # a whole group is written in several rounds
-            names = list(dict.fromkeys([*names, *(slot.name for slot in self.parts(self.grouped[after]))]))
         self.send(names, self.version if follow else version, variant, after)
+
+    @rule(data=st.data(), variant=variants, after=st.integers(0, 3))
+    def break_off_a_completion(self, data: st.DataObject, variant: int, after: int) -> None:
+        """The last part of a group comes, so that all are written, in several rounds."""
+        version = self.version if self.staging else None
+        parts = [slot.name for slot in data.draw(st.sampled_from(self.table.groups)).slots]
+        last = data.draw(st.sampled_from(parts))
+        for name in parts:
+            if name != last:
+                self.send([name], version, variant)
+        self.send([last], version, variant, after)
 
     @rule(data=st.data())
     def change_what_came(self, data: st.DataObject) -> None:
         """Other bytes under a number."""
         came = [*self.rows, *self.waiting]
-        if self.version is None or not came:
+        version = self.version if self.staging else 6
+        if version is None:
             return
-        name = data.draw(st.sampled_from(came))
+        name = data.draw(st.sampled_from(came or list(self.slots)))
+        pairs = [(name, self.values(Set(0, None, variant))[name]) for variant in (0, 1)]
         before = self.stamps(), self.model.pending()
-        with pytest.raises(ConflictError):
-            self.model.load_weights([(name, self.values(Set(0, None, 0))[name])], self.version)
+        with pytest.raises((ConflictError, StagingError)):
+            self.model.load_weights(pairs, version)
         assert (self.stamps(), self.model.pending()) == before
 
     # --------------------------------------------------------------------------------------- versions
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), version=versions, variant=variants)
+    def small_version(self, data: st.DataObject, version: int | None, variant: int) -> None:
+        """Some groups, whole, and whatever else has come; the rest is carried over."""
+        names = data.draw(st.lists(st.sampled_from([*self.slots, *self.grouped]), min_size=1, max_size=3, unique=True))
+        if self.grouped_in_copies:
+            names = list(dict.fromkeys(part.name for name in names for part in self.parts(name) or [self.slots[name]]))
+        self.send(names, self.version if self.staging else version, variant)
+        if self.staging:
+            self.commit(carried=True)
 
     @precondition(lambda self: self.staging)
     @rule(carried=st.sampled_from([True, True, True, False]))
@@ -330,8 +369,7 @@ class Staged(RuleBasedStateMachine):
                     self.model.carry(self.version)
                 assert self.stamps() == stamps
                 return
-            report = self.model.carry(self.version)
-            self.intact &= report.slots == 0
+            report = self.carry()
             came = {layer for layer, f in self.table.fusions.items() if any(s.name in self.rows for s in f.slots)}
             assert set(report.fused) == {layer for layer in came if not self.whole(layer)}
         before = self.stamps()
@@ -342,6 +380,7 @@ class Staged(RuleBasedStateMachine):
             assert self.stamps() == before
             return
         made = self.live | {name: piece.values for name, piece in self.rows.items()}
+        self.differing = set(self.rows)
         self.retired, self.live, self.intact = self.live, made, bool(self.live)
         self.retired_version, self.live_version = self.live_version, self.version
         self.close()
@@ -351,7 +390,7 @@ class Staged(RuleBasedStateMachine):
     def carry_early(self) -> None:
         """More may come after it."""
         with contextlib.suppress(StagingError):
-            self.intact &= self.model.carry(self.version).slots == 0
+            self.carry()
 
     @precondition(lambda self: not self.staging)
     @rule(version=versions)
@@ -364,8 +403,11 @@ class Staged(RuleBasedStateMachine):
         assert self.stamps() == before
 
     @precondition(lambda self: self.live)
-    @rule()
-    def roll_back(self) -> None:
+    @rule(ahead=st.booleans(), variant=variants)
+    def roll_back(self, ahead: bool, variant: int) -> None:
+        """Also while a part waits that has written nothing yet."""
+        if ahead:
+            self.send(self.grouped[:1], self.version if self.staging else None, variant)
         assert self.model.staging.retired is self.intact
         if not self.intact:
             with pytest.raises(StagingError, match="no retired version"):
@@ -378,12 +420,12 @@ class Staged(RuleBasedStateMachine):
 
     @rule(version=versions)
     def drop(self, version: int | None) -> None:
-        theirs = {**self.waiting, **{name: self.rows[name] for name in self.halves_in_rows()}}
+        theirs = {*self.waiting, *self.halves_in_rows()}
         told = self.model.drop_version(version)
         if not self.staging or version != self.version:
             assert told == ()
             return
-        assert {half.tensor for half in told} == set(theirs)
+        assert {half.tensor for half in told} == theirs
         self.waiting = {}
         self.close()
 
@@ -392,7 +434,7 @@ class Staged(RuleBasedStateMachine):
         self.model.forget_numbers()
         self.run += 1
         if self.staging and self.version is not None:
-            self.untold |= {name: self.rows[name] for name in self.halves_in_rows()}
+            self.untold += [(name, self.rows[name]) for name in self.halves_in_rows()]
             self.close()
 
     @rule(seconds=st.sampled_from([10, 40, 60]))
@@ -434,7 +476,8 @@ class Staged(RuleBasedStateMachine):
     def holds(self, index: int, rows: dict[str, Set]) -> None:
         generation = self.model.staging.generations[index]
         for slot in self.slots.values():
-            assert generation.bytes(slot).tobytes() == self.expected(slot, rows), (slot.name, rows[slot.name])
+            there = generation.bytes(slot).tobytes()
+            assert there == self.expected(slot, rows), f"{slot.name} is not {rows[slot.name]}"
 
     @invariant()
     def what_came_is_there(self) -> None:
@@ -476,6 +519,10 @@ class Staged(RuleBasedStateMachine):
         assert not self.untold
 
 
+def half_key(half: ExpiredHalf) -> tuple[str, int | None, float]:
+    return half.tensor, half.version, half.since
+
+
 @contextlib.contextmanager
 def failing(after: int | None) -> Iterator[None]:
     """Let the copy after so many fail half-way, if any."""
@@ -502,7 +549,7 @@ class DequantisedStaged(QuantisedStaged):
     keep_fp8 = False
 
 
-steps = settings(max_examples=40, stateful_step_count=25, deadline=None)
+steps = settings(max_examples=60, stateful_step_count=25, deadline=None)
 TestStaged = Staged.TestCase
 TestStaged.settings = steps
 TestQuantisedStaged = QuantisedStaged.TestCase
