@@ -34,7 +34,17 @@ from fusewire.daemon.copying import Copier, Copy
 from fusewire.daemon.ledger import Ledger
 from fusewire.daemon.payload import open_file
 from fusewire.daemon.publisher import Publisher
-from fusewire.daemon.stimuli import Inspected, Placed, Publish, Seen
+from fusewire.daemon.stimuli import (
+    Commit,
+    Committed,
+    Inspected,
+    Instruction,
+    Placed,
+    Publish,
+    Seen,
+    Verified,
+    Verify,
+)
 from fusewire.model import DeepseekV2Config, DeepseekV2ForCausalLM, SlotTable, TensorMeta
 
 SHARD = 500
@@ -52,6 +62,16 @@ TINY: dict[str, Any] = V3 | {
     "v_head_dim": 8,
 }
 PHASES = ("header", "validation", "placing", "ledger", "events")
+
+
+def follow(ledger: Ledger, out: list[Instruction]) -> list[Instruction]:
+    """Tell the ledger that what it asked for of a version has been done; return all instructions."""
+    for instruction in list(out):
+        if isinstance(instruction, Verify):
+            out += follow(ledger, ledger.handle(Verified(now=0.0, version=instruction.version)))
+        elif isinstance(instruction, Commit):
+            out += follow(ledger, ledger.handle(Committed(now=0.0, version=instruction.version, leased=0)))
+    return out
 
 
 def write_shards(folder: Path) -> list[Path]:
@@ -124,7 +144,7 @@ def place(paths: list[Path], model: DeepseekV2ForCausalLM, publisher: Publisher,
                 filled=model.generation.filled,
                 seconds=0.0,
             )
-            out = ledger.handle(placed)
+            out = follow(ledger, ledger.handle(placed))
         with watch("events"):
             for instruction in out:
                 if isinstance(instruction, Publish):

@@ -101,9 +101,10 @@ class Attached:
         return self._view[begin : begin + nbytes]
 
     def close(self) -> None:
-        """Unmap it."""
-        self._view.release()
-        self._map.close()
+        """Unmap it; if a slice of it is still in somebody's hands, when that one lets go."""
+        with contextlib.suppress(BufferError):
+            self._view.release()
+            self._map.close()
 
 
 def folder_for(setting: str, endpoint_path: Path | None) -> Path:

@@ -23,6 +23,8 @@ _HEADER_ROOM = 1024 * 1024
 """Bytes that are left for a part's header when a shard is split."""
 _HEADER_LIMIT = 100_000_000
 _DIGEST_BYTES = 4 << 20
+_CACHED_BYTES = 512 << 10
+"""Block that memcpy does not take for one that had better go past the cache."""
 
 
 class TensorTooLarge(FusewireError):
@@ -54,8 +56,10 @@ class _InMemory:
         self.nbytes = self._data.nbytes
 
     def fill(self, position: int, target: memoryview) -> None:
-        """See `_Source`."""
-        target[:] = self._data[position : position + len(target)]
+        """See `_Source`: in blocks that stay in the cache, from which the daemon then reads them."""
+        for begin in range(0, len(target), _CACHED_BYTES):
+            part = target[begin : begin + _CACHED_BYTES]
+            part[:] = self._data[position + begin : position + begin + len(part)]
 
     def cut(self, position: int, nbytes: int) -> memoryview:
         """See `_Source`."""
