@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types test-gpu run bench clean
+.PHONY: help demo test lint types test-gpu run bench bench-quick clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target text; do printf '%-18s %s\n' "$$target" "$$text"; done
@@ -34,11 +34,17 @@ run: $(STAMP) ## a daemon in this checkout; CONFIG=FILE for other settings than 
 	@mkdir -p run/shards
 	@exec $(BIN)/fusewire run --config $(CONFIG)
 
+bench-quick: $(STAMP) ## the shorter half of them, in about a minute and a half
+	$(BIN)/python benchmarks/folder.py --quick
+	$(BIN)/python benchmarks/latency.py --quick
+
 bench: $(STAMP) ## benchmarks; prints ratios to a memcpy measured in the same run
 	$(BIN)/python benchmarks/folder.py
 	$(BIN)/python benchmarks/names.py
 	$(BIN)/python benchmarks/widths.py
 	$(BIN)/python benchmarks/versions.py
+	$(BIN)/python benchmarks/ingest.py
+	$(BIN)/python benchmarks/latency.py
 
 clean: ## remove everything that these targets made, .venv too
 	rm -rf $(VENV) build dist run *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis benchmarks/results

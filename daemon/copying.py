@@ -29,6 +29,8 @@ CAST_BYTES = 1 << 20
 """Bytes of a block that is cast on its way: it has to fit into a core's second-level cache."""
 SMALL_BYTES = 64 << 10
 """A shard whose tensors are no larger than this, on average, is copied by the calling thread, too."""
+LARGE_BYTES = 32 << 20
+"""A shard of this size keeps its threads busy for so long that the calling one had better do something else."""
 INLINE_BYTES = 1 << 20
 """A shard up to this size is copied by the calling thread: handing it out would cost more than it saves."""
 
@@ -59,9 +61,17 @@ class Copier:
         threads: How many blocks are copied at the same time.
         block_bytes: Size of a block that needs no cast.
         progress: Called with the number of bytes after each block, from any of the threads.
+        wake: Called when a large shard has been copied, from any of the threads; see `run`.
     """
 
-    def __init__(self, threads: int, block_bytes: int, progress: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        threads: int,
+        block_bytes: int,
+        progress: Callable[[int], None],
+        wake: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._wake = wake
         self._threads = threads
         self._block_bytes = block_bytes
         self._progress = progress
@@ -69,8 +79,19 @@ class Copier:
         self._local = threading.local()
         self._cancelled = threading.Event()
 
-    def run(self, payload: Payload, copies: Sequence[Copy]) -> None:
+    def run(
+        self,
+        payload: Payload,
+        copies: Sequence[Copy],
+        meanwhile: Callable[[threading.Event], None] | None = None,
+    ) -> None:
         """Copy everything; return when all of it is in place.
+
+        Args:
+            payload: Where from.
+            copies: What, and where to.
+            meanwhile: Called in this thread while others copy something large; has to return soon after the event is
+                set. Whatever waits for it is woken by `wake`.
 
         Raises:
             ShardRejected: The payload could not be read. What was copied until then is unproven.
@@ -83,6 +104,17 @@ class Copier:
             return
         shared = _Shared(blocks)
         workers = [self._pool.submit(self._work, payload, shared) for _ in range(self._threads)]
+        if meanwhile is not None and nbytes >= LARGE_BYTES:
+            done, left = threading.Event(), iter(range(self._threads - 1, -1, -1))
+
+            def ended(_: object) -> None:
+                if not next(left):
+                    done.set()
+                    self._wake()
+
+            for worker in workers:
+                worker.add_done_callback(ended)
+            meanwhile(done)
         wait(workers)
         for worker in workers:
             worker.result()

@@ -236,8 +236,8 @@ class Ledger:
 
     def streaming(self, version: int | None) -> bool:
         """See `rollout.Shards`."""
-        shards = (self.shards[key] for key in self.streams)
-        return any(shard.state is State.STREAMING and shard.version == version for shard in shards)
+        shards = (self.shards[key] for key in (*self.streams, *self.in_flight))
+        return any(shard.state in {State.STREAMING, State.PLACING} and shard.version == version for shard in shards)
 
     def take_up(self, keys: Iterable[str]) -> None:
         """See `rollout.Shards`: they are looked at again, before all others and in their old order."""

@@ -7,10 +7,12 @@ included: nothing escapes from here but through the sink.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -25,6 +27,7 @@ from fusewire.model import (
     FusionCacheFull,
     LoadPlan,
     LoadReport,
+    Slot,
     StagingError,
     StaleError,
     TensorMeta,
@@ -83,6 +86,18 @@ class ListSource(NamedTuple):
     read: Callable[[], tuple[str, ...]] | None
     """Returns the names of the tensors; None: whatever has come is all."""
     claims: tuple[Claim, ...]
+
+
+class _Job(NamedTuple):
+    """Something for the loader's thread to do."""
+
+    work: Callable[[], None]
+    alone: bool
+    """Whether it has to wait for a large shard that is being copied, with all that comes after it."""
+
+
+class _Later(Exception):
+    """This job has to wait for the large shard that is being copied."""
 
 
 class Wanted(NamedTuple):
@@ -161,8 +176,12 @@ class Loader:
         self._unleased_bytes = settings.limits.unleased_bytes
         self._checks = settings.versions
         self._sink = sink
-        self._copier = Copier(settings.loader.threads, settings.loader.block_bytes, self._advance)
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._copier = Copier(settings.loader.threads, settings.loader.block_bytes, self._advance, self._wake)
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._next: deque[_Job | None] = deque()
+        """Taken from the queue already, to be done before all others."""
+        self._writing: list[frozenset[int]] = []
+        """Slots of the large shards that are being copied."""
         self._open: dict[str, _Open] = {}
         self._streams: dict[str, Stream | _Gathering] = {}
         self._thread = threading.Thread(target=self._run, name="fusewire-loader", daemon=True)
@@ -174,13 +193,13 @@ class Loader:
     def inspect(self, key: str, source: Source | ListSource) -> None:
         """Open and check a shard; tells Inspected, Listed, NotReady or Refused."""
         if isinstance(source, ListSource):
-            self._jobs.put(lambda: self._guarded(key, lambda: self._list(key, source)))
+            self._put(lambda: self._guarded(key, lambda: self._list(key, source)))
         else:
-            self._jobs.put(lambda: self._guarded(key, lambda: self._inspect(key, source)))
+            self._put(lambda: self._guarded(key, lambda: self._inspect(key, source)))
 
     def place(self, key: str, name: str, version: int | None) -> None:
         """Copy an inspected shard into the model; tells Placed or Refused."""
-        self._jobs.put(lambda: self._guarded(key, lambda: self._place(key, name, version)))
+        self._put(lambda: self._guarded(key, lambda: self._place(key, name, version)))
 
     def feed(self, key: str, data: Bytes, slot: int | None, frame: object) -> None:
         """Put the next bytes of a shard that comes in chunks in place; tells Consumed, at the end Placed or Refused.
@@ -191,43 +210,43 @@ class Loader:
             slot: Of the shared segment, if they lie there.
             frame: Whatever keeps their memory.
         """
-        self._jobs.put(lambda: self._feed(key, data, slot, frame))
+        self._put(lambda: self._feed(key, data, slot, frame))
 
     def fail(self, key: str, reason: Reason, detail: str) -> None:
         """The rest of a shard that comes in chunks will not come; tells Refused."""
-        self._jobs.put(lambda: self._fail(key, ShardRejected(reason, detail)))
+        self._put(lambda: self._fail(key, ShardRejected(reason, detail)))
 
     def expire_streams(self, timeout: float) -> None:
         """Give up the shards whose next chunk has not come for ``timeout`` seconds."""
-        self._jobs.put(lambda: self._expire_streams(timeout))
+        self._put(lambda: self._expire_streams(timeout))
 
     def compare(self, key: str, version: int | None) -> None:
         """Compare an inspected shard with the live weights; tells Placed or Refused."""
-        self._jobs.put(lambda: self._guarded(key, lambda: self._compare(key, version)))
+        self._put(lambda: self._guarded(key, lambda: self._compare(key, version)))
 
     def verify(self, version: int | None) -> None:
         """Complete and verify the staged version; tells Verified."""
-        self._jobs.put(lambda: self._sink(self._verify(version)))
+        self._put(lambda: self._sink(self._verify(version)), alone=True)
 
     def commit(self, version: int | None) -> None:
         """Make the staged version live; tells Committed."""
-        self._jobs.put(lambda: self._sink(self._commit(version)))
+        self._put(lambda: self._sink(self._commit(version)), alone=True)
 
     def rollback(self, ticket: str) -> None:
         """Make the version before live again; tells RolledBack."""
-        self._jobs.put(lambda: self._sink(self._rollback(ticket)))
+        self._put(lambda: self._sink(self._rollback(ticket)), alone=True)
 
     def new_run(self) -> None:
         """Versions are counted anew."""
-        self._jobs.put(self.model.forget_numbers)
+        self._put(self.model.forget_numbers, alone=True)
 
     def release(self, key: str) -> None:
         """Close a shard, if it is open."""
-        self._jobs.put(lambda: self._close(key))
+        self._put(lambda: self._close(key))
 
     def sweep(self) -> None:
         """Give up the halves that waited too long; tells Expired if there were any."""
-        self._jobs.put(lambda: self._tell_expired(self.model.sweep()))
+        self._put(lambda: self._tell_expired(self.model.sweep()))
 
     def drop_version(self, version: int | None) -> None:
         """Give up what a version has staged, and its waiting halves; tells Expired if there were any."""
@@ -236,7 +255,7 @@ class Loader:
             self._end_streams(version, ShardRejected(Reason.STALE_VERSION, "its version has been given up"))
             self._tell_expired(self.model.drop_version(version))
 
-        self._jobs.put(drop)
+        self._put(drop, alone=True)
 
     def set_limits(self, settings: Settings) -> None:
         """Take over the limits that may change while the daemon runs, between two jobs."""
@@ -247,7 +266,7 @@ class Loader:
             self.model.fusion.max_bytes = settings.fusion.max_bytes
             self.model.fusion.max_age = settings.fusion.max_age
 
-        self._jobs.put(change)
+        self._put(change, alone=True)
 
     def health(self) -> str:
         """Return ``ok``, or what is wrong."""
@@ -268,19 +287,49 @@ class Loader:
 
     # --------------------------------------------------------------------------- on the loader's thread
 
+    def _put(self, work: Callable[[], None], *, alone: bool = False) -> None:
+        self._jobs.put(_Job(work, alone))
+
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            self.pulse.busy_since = self.pulse.beat = time.monotonic()
-            try:
-                job()
-            except Exception:
-                log.exception("loader.defect")
-            self.pulse.busy_since = None
+        while (job := self._next.popleft() if self._next else self._jobs.get()) is not None:
+            self._do(job)
         for key in list(self._streams):
             self._fail(key, ShardRejected(Reason.STOPPING, "the daemon is stopping; send it again later"))
         for key in list(self._open):
             self._close(key)
         self._copier.close()
+
+    def _do(self, job: _Job) -> None:
+        since = self.pulse.busy_since
+        self.pulse.busy_since = self.pulse.beat = time.monotonic()
+        try:
+            job.work()
+        except _Later:
+            raise
+        except Exception:
+            log.exception("loader.defect")
+        finally:
+            self.pulse.busy_since = since
+
+    def _meanwhile(self, done: threading.Event) -> None:
+        """Do other shards' jobs while the copy threads are busy with a large one: a small one need not wait for it.
+
+        Not those that concern a whole version, and nothing that comes after one of them.
+        """
+        while not done.is_set():
+            job = self._next.popleft() if self._next else self._jobs.get()
+            if job is None or job.alone:
+                self._next.appendleft(job)
+                return
+            try:
+                self._do(job)
+            except _Later:
+                self._next.appendleft(job)
+                return
+
+    def _wake(self) -> None:
+        """Something large has been copied: whoever waits for jobs meanwhile has to look."""
+        self._put(lambda: None)
 
     def _advance(self, nbytes: int) -> None:
         self.pulse.copied += nbytes
@@ -291,6 +340,8 @@ class Loader:
         outcome: ShardStimulus | None
         try:
             outcome = work()
+        except _Later:
+            raise
         except ShardNotReady as unready:
             outcome = NotReady(key=key, now=time.monotonic(), why=str(unready))
         except ShardRejected as rejected:
@@ -361,9 +412,9 @@ class Loader:
         update = self._begin(shard.plan, version, name)
         self._tell_expired(update.expired)
         try:
-            with update.writing(GATE_TIMEOUT):
+            with update.writing(GATE_TIMEOUT), self._written(update) as beside:
                 for one_round in update.rounds:
-                    self._copier.run(payload, _copies(entries, one_round))
+                    self._copier.run(payload, _copies(entries, one_round), beside)
                 self._check_digest(payload, shard.xxh3)
                 payload.verify()
                 report = self.model.finish(update)
@@ -448,7 +499,7 @@ class Loader:
         """
         header, model = shard.payload.header, self.model
         direct = not model.staging.in_place and not any(
-            slot.group is not None and model.table.groups[slot.group].computed for slot in shard.plan.slots
+            slot.group is not None and self._computed(slot.group) for slot in shard.plan.slots
         )
         if direct:
             return self._receive(key, self._stream(name, version, shard))
@@ -534,12 +585,36 @@ class Loader:
                 self._fail(key, ShardRejected(Reason.CLIENT_SILENT, detail))
 
     def _wait_for_streams(self, plan: LoadPlan) -> None:
-        """Two must not write the same rows: who comes second waits."""
+        """Two must not write the same rows: who comes second waits its turn, or apart if a client may take long."""
+
+        def shared(taken: frozenset[int]) -> Slot | None:
+            return next((slot for slot in plan.slots if not taken.isdisjoint(slot.indices)), None)
+
+        if any(shared(taken) for taken in self._writing):
+            raise _Later
         for stream in self._streams.values():
-            if isinstance(stream, Stream):
-                for slot in plan.slots:
-                    if not stream.slots.isdisjoint(slot.indices):
-                        raise ShardNotReady(f"another client is sending {slot.name}")
+            if isinstance(stream, Stream) and (slot := shared(stream.slots)):
+                raise ShardNotReady(f"another client is bringing {slot.name} at this moment")
+
+    @contextlib.contextmanager
+    def _written(self, update: Update) -> Iterator[Callable[[threading.Event], None] | None]:
+        """While a shard is copied: what may be done beside it.
+
+        Others may be placed meanwhile, in other rows of the same stage. Not in place, where forward passes wait; and
+        not beside parts that are computed with, which find their partners at the beginning of their update.
+        """
+        plain = all(d.slot.group is None or not self._computed(d.slot.group) for d in update.destinations)
+        if self.model.staging.in_place or not plain:
+            yield None
+            return
+        self._writing.append(frozenset(index for d in update.destinations for index in d.slot.indices))
+        try:
+            yield self._meanwhile
+        finally:
+            self._writing.pop()
+
+    def _computed(self, group: int) -> bool:
+        return self.model.table.groups[group].computed
 
     # ------------------------------------------------------------------------------------- versions
 

@@ -44,7 +44,7 @@ class Shards(Protocol):
         """Whether shards of a version are known that have not been placed yet, those apart that wait for its turn."""
 
     def streaming(self, version: int | None) -> bool:
-        """Whether the bytes of some shard of a version are coming from a client right now."""
+        """Whether the bytes of some shard of a version are being copied, or coming from a client, right now."""
 
     def take_up(self, keys: Iterable[str]) -> None:
         """The turn of these shards has come."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import queue
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -21,7 +23,7 @@ from fusewire.daemon.loader import Loader, Source
 from fusewire.daemon.payload import Bytes, BytesPayload, Payload
 from fusewire.daemon.settings import Limits, Model, Settings, Versions
 from fusewire.daemon.settings import Loader as LoaderSettings
-from fusewire.daemon.stimuli import Expired, Inspected, NotReady, Placed, Refused
+from fusewire.daemon.stimuli import Expired, Inspected, NotReady, Placed, Refused, Verified
 from fusewire.daemon.versions import Claim
 from fusewire.model import DeepseekV2Config, DeepseekV2ForCausalLM, Destination
 
@@ -54,9 +56,16 @@ class Unproven(BytesPayload):
 class Bench:
     """A loader with a golden model, driven one job at a time."""
 
-    def __init__(self, config: DeepseekV2Config | None = None, *, keep_fp8: bool = True, **settings: Any) -> None:
+    def __init__(
+        self,
+        config: DeepseekV2Config | None = None,
+        *,
+        keep_fp8: bool = True,
+        generations: Literal[1, 2] = 1,
+        **settings: Any,
+    ) -> None:
         config = config or DeepseekV2Config.from_file(CHECKPOINT / "config.json")
-        self.model = DeepseekV2ForCausalLM(config, keep_fp8=keep_fp8)
+        self.model = DeepseekV2ForCausalLM(config, keep_fp8=keep_fp8, generations=generations)
         self.told: queue.Queue[Any] = queue.Queue()
         effective = msgspec.structs.replace(Settings(model=Model(config="")), **settings)
         self.loader = Loader(self.model, effective, self.told.put)
@@ -420,3 +429,77 @@ def test_stacked_experts_count_as_all_their_slots(bench: Bench, checkpoint_tenso
     placed = bench.load(payload(stacks, BytesPayload))
     assert sorted(placed.arrived) == sorted(inspected.slots)
     fill(bench, tensors)
+
+
+# ----------------------------------------------------------------------- small shards beside a large one
+
+
+@pytest.mark.parametrize("same_rows", [False, True])
+def test_a_small_shard_need_not_wait_for_a_large_one(
+    same_rows: bool, checkpoint_tensors: Golden, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the copy threads are busy the loader serves others; but never two that write the same rows."""
+    monkeypatch.setattr("fusewire.daemon.copying.LARGE_BYTES", 0)
+    monkeypatch.setattr("fusewire.daemon.copying.INLINE_BYTES", 1000)
+    monkeypatch.setattr("fusewire.daemon.copying.SMALL_BYTES", 0)
+    tensors = checkpoint_tensors("v2")
+    bench = Bench(generations=2)
+    began, go_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        began.set()
+        assert go_on.wait(TIMEOUT)
+
+    large = payload({name: tensor for name, tensor in tensors.items() if name != NORM}, on_read=wait)
+    name = HEAD if same_rows else NORM
+    small = payload({name: tensors[name][:] if name == NORM else tensors[name] + 1}, BytesPayload)
+    told: list[tuple[str, Any]] = []
+    for key, opened in (("large", [large]), ("small", [small])):
+        bench.loader.inspect(key, Source(key, opened.copy().pop))
+        assert isinstance(bench.told.get(timeout=TIMEOUT), Inspected)
+    bench.loader.place("large", "large", None)
+    assert began.wait(TIMEOUT)
+    bench.loader.place("small", "small", None)
+    bench.loader.verify(None)
+    if not same_rows:
+        first = bench.told.get(timeout=TIMEOUT)
+        told.append((first.key, first))
+    else:
+        with pytest.raises(queue.Empty):
+            bench.told.get(timeout=0.2)
+    go_on.set()
+    while len(told) < 2:
+        outcome = bench.told.get(timeout=TIMEOUT)
+        told.append((outcome.key, outcome))
+    verified = bench.told.get(timeout=TIMEOUT)
+    assert bench.loader.stop(TIMEOUT)
+
+    assert [key for key, _ in told] == (["large", "small"] if same_rows else ["small", "large"])
+    assert all(isinstance(outcome, Placed) for _, outcome in told), told
+    assert isinstance(verified, Verified), "what concerns the version waits for both"
+    found = bench.model.staging.staged.rows(bench.model.table.slots[name])
+    expected = tensors[name] + 1 if same_rows else tensors[name]
+    assert found.equal(expected.reshape(-1).to(found))
+
+
+def test_stopping_ends_a_large_copy_with_others_waiting(
+    checkpoint_tensors: Golden, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fusewire.daemon.copying.LARGE_BYTES", 0)
+    monkeypatch.setattr("fusewire.daemon.copying.INLINE_BYTES", 1000)
+    monkeypatch.setattr("fusewire.daemon.copying.SMALL_BYTES", 0)
+    bench = Bench(generations=2)
+    began = threading.Event()
+
+    def slowly() -> None:
+        began.set()
+        time.sleep(0.01)
+
+    bench.loader.inspect("k", Source("k", lambda: payload(checkpoint_tensors("v2"), on_read=slowly)))
+    bench.told.get(timeout=TIMEOUT)
+    bench.loader.place("k", "k", None)
+    assert began.wait(TIMEOUT)
+    assert bench.loader.stop(TIMEOUT)
+    refused = bench.told.get(timeout=TIMEOUT)
+    assert isinstance(refused, Refused)
+    assert refused.reason is Reason.STOPPING
