@@ -93,6 +93,14 @@ def daemon(config: Mapping[str, object], *, where: str | None = None) -> Iterato
             process.wait(10)
 
 
+def private_bytes(running: Daemon) -> int:
+    """Return what a daemon has allocated, in bytes: without mapped files, which are the page cache's."""
+    for line in Path(f"/proc/{running.pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise SystemExit("no RssAnon in /proc")
+
+
 class Memcpy:
     """The floor: the same number of bytes, RAM to RAM, warm on both sides, on several threads."""
 

@@ -17,12 +17,11 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from folder import V2
-from harness import Daemon, Memcpy, daemon, interleave, machine, save, table, with_tunables
+from harness import Daemon, Memcpy, daemon, interleave, machine, private_bytes, save, table, with_tunables
 from safetensors.torch import save as serialize
 
 from fusewire.daemon import wire
@@ -93,22 +92,14 @@ def settle(running: Daemon) -> None:
             time.sleep(0.005)
 
 
-def memory_of(running: Daemon) -> int:
-    """Return the private bytes of a daemon."""
-    for line in Path(f"/proc/{running.pid}/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    raise SystemExit("no RssAnon in /proc")
-
-
 def several(running: Daemon, *, shared: bool, stalled: bool) -> tuple[float, int]:
     """Push a shard from four clients at once, each another version's part; return seconds and bytes of memory."""
-    before, most, stop = memory_of(running), 0, threading.Event()
+    before, most, stop = private_bytes(running), 0, threading.Event()
 
     def watch() -> None:
         nonlocal most
         while not stop.is_set():
-            most = max(most, memory_of(running))
+            most = max(most, private_bytes(running))
             time.sleep(0.005)
 
     names = [f"model.layers.0.mlp.experts.{expert}.{part}_proj.weight" for expert in range(32) for part in PARTS]

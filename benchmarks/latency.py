@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from folder import V2
-from harness import Daemon, daemon, machine, save, with_tunables
+from harness import Daemon, daemon, machine, private_bytes, save, with_tunables
 from safetensors.torch import save as serialize
 from safetensors.torch import save_file
 
@@ -155,12 +155,7 @@ def main() -> int:
         before = cpu_seconds(running.pid)
         time.sleep(idle_seconds)
         share = (cpu_seconds(running.pid) - before) / idle_seconds
-        anonymous = next(
-            int(line.split()[1]) * 1024
-            for line in Path(f"/proc/{running.pid}/status").read_text().splitlines()
-            if line.startswith("RssAnon:")
-        )
-        beyond = anonymous - 2 * DeepseekV2ForCausalLM.nbytes(config)
+        beyond = private_bytes(running) - 2 * DeepseekV2ForCausalLM.nbytes(config)
         print(f"\nidle: {share:.2%} of a core; {beyond / 1e6:.0f} MB beyond two generations; up after {started:.2f} s")
         records.append({"idle_cpu": share, "beyond_bytes": beyond, "start_seconds": started})
     print(f"written to {save('latency', records)}")

@@ -17,11 +17,10 @@ import shutil
 import statistics
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Daemon, daemon, machine, save, with_tunables
+from harness import Daemon, daemon, machine, private_bytes, save, with_tunables
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -191,14 +190,6 @@ def carry_over() -> list[dict[str, Any]]:
 # ------------------------------------------------------------------- 3. generating, and 4. memory, in a daemon
 
 
-def memory_of(running: Daemon) -> int:
-    """Return the private bytes of a daemon: what it has allocated, without mapped files."""
-    for line in Path(f"/proc/{running.pid}/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    raise SystemExit("no RssAnon in /proc")
-
-
 class Peak:
     """Watches a daemon's memory."""
 
@@ -211,7 +202,7 @@ class Peak:
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            self.most = max(self.most, memory_of(self._running))
+            self.most = max(self.most, private_bytes(self._running))
             time.sleep(0.002)
 
     def stop(self) -> int:
@@ -257,12 +248,12 @@ def in_a_daemon() -> list[dict[str, Any]]:
         Subscriber(running.endpoint("events"), running.endpoint("control"), timeout=60) as subscriber,
         Control(running.endpoint("control"), timeout=120) as control,
     ):
-        empty = memory_of(running)
+        empty = private_bytes(running)
         version = 1
         drop(running, weights, version, 8)
         subscriber.wait_version(version, timeout=120)
         tokens_per_second(control, 2)
-        before = memory_of(running)
+        before = private_bytes(running)
         print(
             f"  two generations: {2 * nbytes / 1e6:,.0f} MB; the daemon with empty weights has "
             f"{(empty - 2 * nbytes) / 1e6:,.0f} MB more, after a first version and some requests "
