@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 .PHONY: help demo test lint types test-gpu run bench-quick bench clean
 
 help: ## list these targets
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target text; do printf '%-18s %s\n' "$$target" "$$text"; done
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target text; do printf '%-20s %s\n' "$$target" "$$text"; done
 
 demo: $(STAMP) ## the main job, shown on a real checkpoint: shards in, fused layers out, tokens compared
 	@$(BIN)/fusewire demo
