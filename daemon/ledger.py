@@ -108,6 +108,7 @@ class Shard:
     again: Seen | None = None
     """It was seen anew while it was being worked on."""
     gone: bool = False
+    changed: int = 0
     claimed: int | None = None
     """The version that its folder or its message names, before it has been looked into."""
     version: int | None = None
@@ -270,8 +271,17 @@ class Ledger:
             return
         self.held += seen.held
         self.shards[seen.key] = Shard(
-            seen.key, seen.name, seen.source, seen.held, seen.identity, seen.content, seen.stream, claimed=seen.claimed
+            seen.key,
+            seen.name,
+            seen.source,
+            seen.held,
+            seen.identity,
+            seen.content,
+            seen.stream,
+            changed=seen.changed,
+            claimed=seen.claimed,
         )
+        self.rollout.reconsider_marker(seen.claimed, seen.changed)
         if seen.stream:
             self.streams.add(seen.key)
         self.queue[seen.key] = None
@@ -392,7 +402,9 @@ class Ledger:
         """It tells what a version consists of."""
         shard.version = listed.version
         if listed.version is not None:
-            record = self.rollout.listed(listed.version, listed.slots, listed.what, listed.now)
+            beside = [s.changed for s in self.shards.values() if s.claimed == listed.version and s is not shard]
+            last = bool(beside) and max(beside) <= shard.changed
+            record = self.rollout.listed(listed, marked=shard.changed, last=last)
             if record is not None:
                 record.sources[shard.key] = shard.identity
         answer = wire.Answer(status="applied", shard=shard.name, version=listed.version, detail=listed.what)
@@ -515,6 +527,8 @@ class Ledger:
     def _requeue(self, shard: Shard, seen: Seen) -> None:
         self.finished.pop(shard.key, None)
         shard.identity, shard.content, shard.version = seen.identity, seen.content, None
+        shard.changed = seen.changed
+        self.rollout.reconsider_marker(seen.claimed, seen.changed)
         shard.state = State.QUEUED
         self.shards[shard.key] = shard
         self.held += shard.held

@@ -78,6 +78,8 @@ class Version:
     """What it will bring, if an index or a commit has told."""
     closed: bool = False
     """Whether all that has come is all that will."""
+    marked: int = 0
+    """If a marker has said so: when that came, on the shards' clock. Files that come later gainsay it."""
     promise: str = ""
     """What told of its end: ``index``, ``commit`` or ``STABLE``."""
     told: bool = False

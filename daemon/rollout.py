@@ -19,6 +19,7 @@ from .stimuli import (
     Committed,
     DropVersion,
     Instruction,
+    Listed,
     NewRun,
     Ordered,
     Placed,
@@ -88,18 +89,32 @@ class Rollout:
         if identity is not None:
             staged.sources[key] = identity
 
-    def listed(self, version: int, slots: tuple[int, ...] | None, what: str, now: float) -> Version | None:
-        """Something tells what a version consists of. Returns its record; None if the version is over."""
-        verdict = self.versions.judge(version, None)
+    def listed(self, listed: Listed, *, marked: int, last: bool) -> Version | None:
+        """Something tells what a version consists of. Returns its record; None if the version is over.
+
+        Args:
+            listed: What.
+            marked: When the file that tells it came, on the clock of all files.
+            last: Whether it came after all files of its version that are known, and there are any. A marker that was
+                copied before its shards (by name, it is often the first) says nothing.
+        """
+        assert listed.version is not None
+        verdict = self.versions.judge(listed.version, None)
         if verdict.kind in {"stale", "compare"}:
             return None
-        record, _ = self.versions.meet(version, now)
-        if slots is not None:
-            record.promised = set(slots)
+        record, _ = self.versions.meet(listed.version, listed.now)
+        if listed.slots is not None:
+            record.promised = set(listed.slots)
         else:
-            record.closed = True
-        record.promise, record.told = what, False
+            record.closed, record.marked = record.closed or last, marked
+        record.promise, record.told = listed.what, False
         return record
+
+    def reconsider_marker(self, version: int | None, changed: int) -> None:
+        """A file of a version has come: a marker that is older did not speak of it."""
+        record = self.versions.known.get(version) if version is not ROLLING else None
+        if record is not None and record.closed and record.marked and changed > record.marked:
+            record.closed = False
 
     def refused(self, version: int | None, key: str, now: float) -> None:
         """A shard was rejected: its version can't be taken for complete just because no more of it comes."""

@@ -348,6 +348,7 @@ class Service:
                 source="folder",
                 identity=identity,
                 content=identity.content,
+                changed=identity.ctime_ns,
                 claimed=_claimed(hint.relative),
                 now=now,
             )

@@ -40,6 +40,8 @@ class Seen(ShardStimulus):
     """Bytes of ours that it occupies until it is done: 0 for files."""
     identity: Hashable = None
     content: Hashable = None
+    changed: int = 0
+    """Of a file: when it came or was changed last, in nanoseconds of its file system's clock (ctime)."""
     stream: bool = False
     """Whether its bytes come bit by bit, from a client, once it may be placed."""
     claimed: int | None = None

@@ -277,7 +277,13 @@ class Driver:
         return out
 
     def seen(
-        self, key: str, identity: Any = 1, content: Any = None, held: int = 0, claimed: int | None = None
+        self,
+        key: str,
+        identity: Any = 1,
+        content: Any = None,
+        held: int = 0,
+        claimed: int | None = None,
+        changed: int = 0,
     ) -> list[Instruction]:
         content = identity if content is None else content
         return self(
@@ -289,6 +295,7 @@ class Driver:
                 content=content,
                 held=held,
                 claimed=claimed,
+                changed=changed,
                 now=self.now,
             )
         )

@@ -172,6 +172,45 @@ def test_a_marker_does_not_hide_a_shard_that_was_rejected(drive: Driver) -> None
     assert drive.ledger.versions.live == 2
 
 
+@pytest.mark.parametrize("order", ["marker first", "marker between", "marker last", "marker again"])
+def test_a_marker_speaks_only_of_files_that_came_before_it(order: str, drive: Driver) -> None:
+    """A copy in the order of names brings ``STABLE`` before the shards that it speaks of."""
+    put_live(drive, 1)
+    at = {"marker first": 1, "marker between": 3, "marker last": 5, "marker again": 1}[order]
+
+    def mark(changed: int) -> None:
+        drive.seen("STABLE", identity=changed, claimed=2, changed=changed)
+        drive(Listed(key="STABLE", now=0, version=2, slots=None, what="STABLE"))
+
+    for moment, (key, slot) in ((2, ("a", 3)), (4, ("b", 6))):
+        if at < moment and "STABLE" not in drive.ledger.shards:
+            mark(at)
+        drive.seen(key, claimed=2, changed=moment)
+        drive.inspected(key, 2, (slot,))
+        drive.placed(key)
+        if moment == 2 and at == 3:
+            break  # b is seen only after the marker has been: by then the version is live
+    if order in {"marker last", "marker again"}:
+        assert drive.ledger.versions.live == 1
+        mark(5)
+    if order == "marker between":
+        mark(3)
+    assert drive.ledger.versions.live == (1 if order == "marker first" else 2)
+
+
+def test_a_file_that_comes_after_the_marker_opens_the_version_again(drive: Driver) -> None:
+    put_live(drive, 1)
+    drive.seen("a", claimed=2, changed=2)
+    drive.seen("STABLE", claimed=2, changed=3)
+    drive.inspected("a", 2, (3,))
+    drive(Listed(key="STABLE", now=0, version=2, slots=None, what="STABLE"))
+    drive.seen("b", claimed=2, changed=4)
+    drive.placed("a")
+    drive.inspected("b", 2, (6,))
+    drive.placed("b")
+    assert drive.ledger.versions.live == 1
+
+
 def test_a_commit_that_names_what_the_model_lacks_is_refused(drive: Driver) -> None:
     out = drive.order("commit", 2, by_trainer=True, unknown=("nonsense",))
     assert replies(out) == [("the model has no tensor nonsense", "")]
