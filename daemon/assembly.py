@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeAlias
 
 import structlog
 import torch
+import xxhash
 import zmq
 
 from fusewire.model import DeepseekV2Config, DeepseekV2ForCausalLM, SlotTable
@@ -19,6 +20,7 @@ from . import endpoints, wire
 from .checkpoint import shards_of
 from .errors import StartError
 from .generator import Generation, Generator
+from .journal import Journal
 from .ledger import Ledger
 from .loader import Consumed, Loader, Wanted
 from .mailbox import Mailbox
@@ -32,10 +34,13 @@ from .router import Router
 from .settings import Settings
 from .sources.folder import FolderSource, PathHint, ScanResult
 from .sources.socket import SocketSource
+from .spool import Spool
 from .stimuli import Stimulus
 
 log = structlog.get_logger()
 
+SPOOL = "spool"
+"""Folder of what was pushed, below state.path."""
 CONTROL_HIGH_WATER = 64
 """Control requests that may queue per client."""
 
@@ -75,6 +80,8 @@ class Parts:
     close: Callable[[], None]
     """Give back sockets, ports and file descriptors; threads must have been stopped."""
     retention: Retention | None
+    journal: Journal | None
+    spool: Spool | None
     memory_note: str = ""
     """Why there is one generation only, if two were wanted."""
 
@@ -121,6 +128,10 @@ def assemble(settings: Settings) -> Parts:
         folder = None
         if settings.folder.enabled:
             folder = FolderSource(settings.folder, mailbox.put)
+        journal = spool = None
+        if settings.state.path:
+            journal, spool = _state(config, settings)
+            undo.callback(journal.close)
         model, memory_note = _model(config, settings)
         model.staging.leases.on_idle = lambda _: mailbox.put(Idle())
         retention = None
@@ -142,8 +153,9 @@ def assemble(settings: Settings) -> Parts:
                 known_limit=settings.limits.known_shards,
                 policy=policy_of(settings),
                 stream_limit=settings.socket.streams,
+                keep_pushed=spool is not None and settings.socket.durability == "spool",
             ),
-            loader=Loader(model, settings, mailbox.put),
+            loader=Loader(model, settings, mailbox.put, spool),
             generator=Generator(
                 model,
                 settings.control.generate_queue,
@@ -152,9 +164,27 @@ def assemble(settings: Settings) -> Parts:
             ),
             checkpoint=checkpoint,
             retention=retention,
+            journal=journal,
+            spool=spool,
             memory_note=memory_note,
             close=undo.pop_all().close,
         )
+
+
+def _state(config: DeepseekV2Config, settings: Settings) -> tuple[Journal, Spool]:
+    """Open the journal and the spool. What was kept is read back even if nothing more is to be kept."""
+    table = SlotTable.build(config, None)
+    names = "\n".join(f"{name} {slot.shape}" for name, slot in table.slots.items())
+    folder, sync = Path(settings.state.path), settings.state.sync
+    model = xxhash.xxh3_128_hexdigest(names.encode())
+    journal = Journal(folder, model, sync=sync, known_limit=settings.limits.known_shards)
+    try:
+        known = {record.place for record in journal.memory.shards if record.standing != "over"}
+        spool = Spool(folder / SPOOL, limit=settings.state.spool_bytes, sync=sync, known=known)
+    except BaseException:
+        journal.close()
+        raise
+    return journal, spool
 
 
 def coverage_of(table: SlotTable, layers: int) -> Coverage:

@@ -205,6 +205,16 @@ def generate(
     _emit(reply, lambda told: Text(" ".join(map(str, told.token_ids))), as_json)
 
 
+@app.command(epilog="Example: fusewire digest")
+def digest(
+    config: Config = Path(DEFAULT_CONFIG), endpoint: Endpoint = None, as_json: Json = False, timeout: Timeout = 600.0
+) -> None:
+    """Print a digest of all live weights: two hosts that print the same one serve the same bytes."""
+    with _control(endpoint, config, timeout) as control:
+        reply = control.digest()
+    _emit(reply, lambda told: Text(told.digest), as_json)
+
+
 @app.command(epilog="Example: fusewire inspect model-00001-of-00004.safetensors --config config.json")
 def inspect(
     shard: Annotated[

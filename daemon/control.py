@@ -20,6 +20,9 @@ THROUGHPUT_WINDOW = 60.0
 UNANSWERED = 1000
 """Orders that may wait for their answer; the oldest beyond get none."""
 
+THREADS = frozenset({"loader", "generate"})
+"""Parts that a restart would cure if they are ill; the folder has its own word for it."""
+
 Phase = Literal["starting", "serving", "stopping"]
 
 
@@ -73,12 +76,16 @@ class Control:
         health = {"loader": parts.loader.health(), "generate": parts.generator.health()}
         if parts.folder is not None:
             health["folder"] = parts.folder.health()
+        if parts.journal is not None:
+            health["journal"] = parts.journal.health()
+        if parts.spool is not None:
+            health["spool"] = parts.spool.failure or "ok"
         return health
 
     def failures(self) -> dict[str, str]:
         """Return the parts whose threads have died or hang: what a restart would cure."""
         parts = self._parts
-        failures = {part: told for part, told in self.health().items() if told != "ok" and part != "folder"}
+        failures = {part: told for part, told in self.health().items() if told != "ok" and part in THREADS}
         if parts.folder is not None and parts.folder.failure():
             failures["folder"] = parts.folder.failure()
         return failures
@@ -106,6 +113,7 @@ class Control:
             wire.AbortVersion: lambda asked, envelope: self._order(envelope, "abort", asked.version),
             wire.RollbackVersion: lambda _, envelope: self._order(envelope, "rollback", None),
             wire.Generate: lambda asked, envelope: parts.generator.submit(envelope, asked),
+            wire.GetDigest: lambda asked, envelope: parts.generator.submit(envelope, asked),
         }
 
     def settle(self, ticket: str, failure: str, detail: str) -> None:

@@ -23,12 +23,12 @@ class Generation(NamedTuple):
     """An answer that is ready to be sent."""
 
     envelope: Envelope
-    reply: wire.Generated | wire.Failed
+    reply: wire.Generated | wire.Digest | wire.Failed
 
 
 class _Job(NamedTuple):
     envelope: Envelope
-    request: wire.Generate
+    request: wire.Generate | wire.GetDigest
     deadline: float
 
 
@@ -61,7 +61,7 @@ class Generator:
         """Begin to answer."""
         self._thread.start()
 
-    def submit(self, envelope: Envelope, request: wire.Generate) -> wire.Failed | None:
+    def submit(self, envelope: Envelope, request: wire.Generate | wire.GetDigest) -> wire.Failed | None:
         """Queue a request; its answer comes through the sink. Returns a refusal when that can't be done."""
         refusal = self._refusal(request)
         if refusal is not None:
@@ -92,9 +92,11 @@ class Generator:
             self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    def _refusal(self, request: wire.Generate) -> wire.Failed | None:
+    def _refusal(self, request: wire.Generate | wire.GetDigest) -> wire.Failed | None:
         if not self._model.ready:
             return wire.Failed(error=f"the model is not ready: {self._model.missing_summary()}")
+        if isinstance(request, wire.GetDigest):
+            return None
         config = self._model.config
         largest = max(request.token_ids)
         if largest >= config.vocab_size:
@@ -111,17 +113,23 @@ class Generator:
         while (job := self._jobs.get()) is not None:
             self._sink(Generation(job.envelope, self._answer(job)))
 
-    def _answer(self, job: _Job) -> wire.Generated | wire.Failed:
+    def _answer(self, job: _Job) -> wire.Generated | wire.Digest | wire.Failed:
+        """Do what is asked, with the weights that are live at the beginning."""
         begin = time.monotonic()
-        prompt = torch.tensor([job.request.token_ids], device=self._model.device)
         last = begin + self._lease_seconds
+        until = min(job.deadline, last)
         try:
             with self._model.lease() as lease:
+                if isinstance(job.request, wire.GetDigest):
+                    digest, nbytes = self._model.digest(lease, deadline=until, cancelled=self._stopping.is_set)
+                    seconds = time.monotonic() - begin
+                    return wire.Digest(digest=digest, version=lease.version, nbytes=nbytes, seconds=seconds)
+                prompt = torch.tensor([job.request.token_ids], device=self._model.device)
                 tokens = self._model.generate(
                     prompt,
                     max_new_tokens=job.request.max_new_tokens,
                     lease=lease,
-                    deadline=min(job.deadline, last),
+                    deadline=until,
                     cancelled=self._stopping.is_set,
                 )
         except NotReadyError as error:

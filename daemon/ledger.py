@@ -22,14 +22,17 @@ decides whether it may be *placed*: a stale version never touches the model.
 from __future__ import annotations
 
 import enum
+import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from . import events, wire
+from .books import RETRIED, Books
 from .errors import Reason, printable
-from .progress import ROLLING, Coverage
+from .progress import ROLLING, Coverage, Version
+from .records import ShardRecord
 from .rollout import Rollout
 from .roster import Policy, Verdict, Versions
 from .stimuli import (
@@ -47,6 +50,7 @@ from .stimuli import (
     Place,
     Placed,
     Publish,
+    Recalled,
     Refused,
     Release,
     Reply,
@@ -67,6 +71,10 @@ RETRIES = 5
 FIRST_DELAY = 0.002
 LONGEST_DELAY = 2.0
 """Seconds between two looks at a file that is still being written: doubled from the first to the longest."""
+
+
+RESTORING = Verdict("wait", "what was live before the restart is being restored")
+NO_LONGER_NEEDED = Verdict("stale", "it is not needed any more: something newer is live")
 
 
 class State(enum.StrEnum):
@@ -113,8 +121,16 @@ class Shard:
     """The version that its folder or its message names, before it has been looked into."""
     version: int | None = None
     slots: tuple[int, ...] = ()
+    run: str | None = None
     skipped: int = 0
     nbytes: int = 0
+    number: int = 0
+    """What it is called in the books: another one for other bytes under the same key."""
+    place: str = ""
+    """Where its bytes lie, within what ``source`` says."""
+    digest: str = ""
+    opened: float = -math.inf
+    """When the file was opened that ``identity`` speaks of."""
 
 
 class Ledger:
@@ -126,6 +142,7 @@ class Ledger:
         known_limit: Finished shards that are remembered, so that seeing them again does nothing.
         policy: When a version goes live, and when it counts as stalled.
         stream_limit: Shards whose bytes may be coming at the same time; one more is answered ``busy``.
+        keep_pushed: Whether what clients push is kept, to survive a restart.
     """
 
     def __init__(
@@ -136,7 +153,12 @@ class Ledger:
         known_limit: int,
         policy: Policy | None = None,
         stream_limit: int = 16,
+        keep_pushed: bool = False,
     ) -> None:
+        self.books = Books()
+        self.keep_pushed = keep_pushed
+        self._restored: Version | None = None
+        """What was live before a restart, while it is being restored."""
         self.held_limit = held_limit
         self.stream_limit = stream_limit
         self.known_limit = known_limit
@@ -193,11 +215,17 @@ class Ledger:
         if not self.stopping:
             self.rollout.review(stimulus.now, out)
         self._start_next(out)
+        self.books.keep(self.versions, out)
         return out
 
     def next_due(self) -> float | None:
         """When the next deferred shard wants to be looked at, in the stimuli's time; None if none does."""
         return min((self.shards[key].due for key in self.deferred), default=None)
+
+    @property
+    def restoring(self) -> bool:
+        """Whether what was live before a restart is being restored: until then, nothing else is placed."""
+        return self._restored is not None and self.versions.staged is self._restored and not self.versions.ready
 
     @property
     def busy(self) -> bool:
@@ -228,6 +256,8 @@ class Ledger:
 
     def on_their_way(self, version: int | None) -> bool:
         """See `rollout.Shards`."""
+        if self.restoring and self.versions.staged is not None and version == self.versions.staged.number:
+            return True
         for keys in (self.in_flight, self.queue, self.deferred, self.streams):
             for key in keys:
                 shard = self.shards[key]
@@ -280,11 +310,15 @@ class Ledger:
             seen.stream,
             changed=seen.changed,
             claimed=seen.claimed,
+            number=self.books.number() if seen.number is None else seen.number,
+            place=seen.place,
         )
         self.rollout.reconsider_marker(seen.claimed, seen.changed)
         if seen.stream:
             self.streams.add(seen.key)
         self.queue[seen.key] = None
+        if seen.source == "journal":
+            self.queue.move_to_end(seen.key, last=False)
 
     def _renew(self, shard: Shard, seen: Seen, _out: list[Instruction]) -> None:
         shard.identity, shard.content = seen.identity, seen.content
@@ -296,11 +330,12 @@ class Ledger:
         shard.due = seen.now  # whatever its looks: a file that was just closed need not differ from an open one
 
     def _remember(self, shard: Shard, seen: Seen, _out: list[Instruction]) -> None:
-        shard.again, shard.gone = seen, False
+        if seen.looked >= shard.opened:
+            shard.again, shard.gone = seen, False
 
     def _again_if_new_bytes(self, shard: Shard, seen: Seen, _out: list[Instruction]) -> None:
         """What was applied is applied again only for new bytes: a chmod must not bring old weights back."""
-        if seen.content != shard.content:
+        if seen.content != shard.content and seen.looked >= shard.opened:
             self._requeue(shard, seen)
 
     def _again_if_changed(self, shard: Shard, seen: Seen, _out: list[Instruction]) -> None:
@@ -324,10 +359,13 @@ class Ledger:
         if shard.gone and shard.stream:  # a file may still be read though it has no name any more
             self._lose(shard, Gone(key=shard.key, now=found.now), out)
             return
+        self._identify(shard, found)
         shard.version, shard.slots = found.version, found.slots
-        shard.skipped, shard.nbytes = found.skipped, found.nbytes
+        shard.skipped, shard.nbytes, shard.run = found.skipped, found.nbytes, found.run
         self.rollout.begin_run(found.run, found.now, out)
         verdict = self.versions.judge(found.version, found.run)
+        if (shard.source == "journal") is not self.restoring and verdict.kind == "place":
+            verdict = RESTORING if self.restoring else NO_LONGER_NEEDED
         if verdict.kind == "wait" and shard.source == "socket" and self._silent(found.version, found.now):
             # A client can't keep its shard until the version is complete: it would wait for ever.
             self.rollout.supersede(f"it has not grown for long, and version {found.version} begins", found.now, out)
@@ -344,7 +382,15 @@ class Ledger:
                 if self.versions.staged is None:
                     self.versions.open(found.version, found.now)
                 self._work_on(shard)
-                out.append(Place(shard.key, found.version))
+                keep = shard.number if self.keep_pushed and shard.source == "socket" else None
+                out.append(Place(shard.key, found.version, keep))
+
+    def _identify(self, shard: Shard, found: Inspected) -> None:
+        """What is open need not be what was seen: a file that was still being written has been closed since."""
+        if found.identity is not None:
+            shard.identity, shard.content, shard.opened = found.identity, found.identity[:4], found.opened
+            if shard.again is not None and shard.again.looked < shard.opened:
+                shard.again = None
 
     def _work_on(self, shard: Shard) -> None:
         shard.state = State.PLACING
@@ -405,8 +451,8 @@ class Ledger:
             beside = [s.changed for s in self.shards.values() if s.claimed == listed.version and s is not shard]
             last = bool(beside) and max(beside) <= shard.changed
             record = self.rollout.listed(listed, marked=shard.changed, last=last)
-            if record is not None:
-                record.sources[shard.key] = shard.identity
+            if record is not None or listed.version == self.versions.live:
+                self.books.listed(shard)
         answer = wire.Answer(status="applied", shard=shard.name, version=listed.version, detail=listed.what)
         self._finish(shard, State.APPLIED, answer, out)
 
@@ -422,6 +468,7 @@ class Ledger:
         staged = self.versions.staged
         if staged is not None and shard.state in {State.PLACING, State.STREAMING} and staged.number == shard.version:
             staged.unfill(refused.unfilled)
+            self.books.lost(refused.unfilled)
         if refused.transient and shard.retries < RETRIES and not self.stopping:
             shard.retries += 1
             out.append(Release(shard.key))
@@ -440,7 +487,8 @@ class Ledger:
             bytes_applied=shard.nbytes,
             layers_fused=len(placed.fused),
         )
-        self.rollout.placed(shard.version, shard.key, shard.identity, placed, out)
+        shard.place, shard.digest = shard.place or placed.place, placed.digest
+        self.books.applied(shard, staged=self.rollout.placed(shard.version, shard.key, placed, out))
         waiting = tuple(placed.waiting.values())
         message = f"shard {shard.name} applied: {len(shard.slots)} tensors"
         message += f", {len(waiting)} waiting for a partner" if waiting else ""
@@ -469,6 +517,7 @@ class Ledger:
             nbytes=shard.nbytes,
             fused=placed.fused,
             waiting=waiting,
+            durability=("spool" if shard.place else "memory") if shard.source == "socket" else None,
         )
         self._finish(shard, State.APPLIED, answer, out)
 
@@ -498,6 +547,7 @@ class Ledger:
             detail=detail,
         )
         self.rejected.append((now, event))
+        self.books.rejected(shard, reason, detail)
         self._count(shards_rejected=1)
         self.rollout.refused(shard.claimed if shard.version is None else shard.version, shard.key, now)
         out.append(Publish(event))
@@ -527,7 +577,7 @@ class Ledger:
     def _requeue(self, shard: Shard, seen: Seen) -> None:
         self.finished.pop(shard.key, None)
         shard.identity, shard.content, shard.version = seen.identity, seen.content, None
-        shard.changed = seen.changed
+        shard.changed, shard.number, shard.digest = seen.changed, self.books.number(), ""
         self.rollout.reconsider_marker(seen.claimed, seen.changed)
         shard.state = State.QUEUED
         self.shards[shard.key] = shard
@@ -546,6 +596,9 @@ class Ledger:
         self.pending, self.pending_at = expired.pending, expired.now
         self._count(halves_expired=len(expired.halves))
         self.versions.unfill(expired.slots)
+        staged = self.versions.staged
+        if staged is not None:
+            self.books.lost(slot for number, slot in expired.slots if number == staged.number)
         out += map(Publish, expired.halves)
 
     def _wake(self, now: float) -> None:
@@ -570,6 +623,36 @@ class Ledger:
                     self.versions.known[shard.version].unexpect(shard.key)
                 self._reject(shard, Reason.STOPPING, "the daemon is stopping; send it again later", stop.now, out)
 
+    def _recall(self, recalled: Recalled, _out: list[Instruction]) -> None:
+        """The daemon has been restarted: take over what it knew. What was live is opened, and has to come again."""
+        memory, now = recalled.memory, recalled.now
+        self.books.recall(memory)
+        self.versions.recall(memory.standing, now)
+        self._restored = self.versions.staged
+        for record in memory.shards:
+            if record.identity is not None and record.source == "folder" and record.standing != "staged":
+                self._recall_finished(record)
+
+    def _recall_finished(self, record: ShardRecord) -> None:
+        """A file whose outcome stands: seeing it again does nothing, unless it has changed."""
+        if record.reason in RETRIED or record.identity is None:
+            return
+        self.shards[record.key] = Shard(
+            record.key,
+            record.name,
+            record.source,
+            0,
+            record.identity,
+            record.identity[:4],
+            state=State.REJECTED if record.reason else State.APPLIED,
+            version=record.version,
+            claimed=record.version,
+            number=record.id,
+            place=record.place,
+        )
+        self.finished[record.key] = None
+        self.finished.move_to_end(record.key)
+
     def _free(self, _freed: Freed, _out: list[Instruction]) -> None:
         self.versions.leased = 0
 
@@ -581,6 +664,7 @@ RESPONSES: dict[type[Stimulus], Callable[[Ledger, Any, list[Instruction]], None]
     RolledBack: lambda self, stimulus, out: self.rollout.rolled_back(stimulus, out),
     Ordered: lambda self, stimulus, out: self.rollout.ordered(stimulus, out),
     Freed: Ledger._free,
+    Recalled: Ledger._recall,
     Stop: Ledger._stop,
 }
 """Stimulus that is about no shard -> response."""

@@ -41,6 +41,7 @@ from .errors import Reason, ShardNotReady, ShardRejected, printable
 from .payload import Bytes, BytesPayload, HeadPayload, Payload
 from .settings import Settings
 from .shard import TensorEntry
+from .spool import Spool, Spooled
 from .stimuli import (
     Committed,
     Expired,
@@ -66,6 +67,15 @@ STUCK_AFTER = 120.0
 log = structlog.get_logger()
 
 
+class Restored(NamedTuple):
+    """What a shard is read again for."""
+
+    version: int | None
+    """The version that is live once all is restored, whatever this shard's own is."""
+    slots: frozenset[int]
+    """Those that rest on it."""
+
+
 class Source(NamedTuple):
     """How to get at a shard: what the edge that found it hands to the loader."""
 
@@ -77,6 +87,8 @@ class Source(NamedTuple):
     """The trainer's incarnation, as the message's header says."""
     xxh3: str | None = None
     """xxh3-128 of the data section, as the message's header says."""
+    restored: Restored | None = None
+    """If it is read again after a restart: for what."""
 
 
 class ListSource(NamedTuple):
@@ -121,6 +133,10 @@ class _Open:
     payload: Payload
     plan: LoadPlan
     xxh3: str | None
+    again: bool = False
+    """Whether it takes the place of whatever its version has brought before; only shards that are restored do."""
+    kept: Spooled | None = None
+    """Where its bytes are kept, for a restart."""
 
 
 class _Gathering:
@@ -163,6 +179,7 @@ class Loader:
         model: The resident model; only this thread changes its weights.
         settings: Limits and the number of copy threads.
         sink: Takes each outcome; must not block.
+        spool: Where to keep what clients push.
     """
 
     def __init__(
@@ -170,8 +187,10 @@ class Loader:
         model: DeepseekV2ForCausalLM,
         settings: Settings,
         sink: Callable[[Told], None],
+        spool: Spool | None = None,
     ) -> None:
         self.model = model
+        self._spool = spool
         self.pulse = Pulse()
         self._unleased_bytes = settings.limits.unleased_bytes
         self._checks = settings.versions
@@ -197,9 +216,9 @@ class Loader:
         else:
             self._put(lambda: self._guarded(key, lambda: self._inspect(key, source)))
 
-    def place(self, key: str, name: str, version: int | None) -> None:
-        """Copy an inspected shard into the model; tells Placed or Refused."""
-        self._put(lambda: self._guarded(key, lambda: self._place(key, name, version)))
+    def place(self, key: str, name: str, version: int | None, keep: int | None = None) -> None:
+        """Copy an inspected shard into the model, and keep it under this number; tells Placed or Refused."""
+        self._put(lambda: self._guarded(key, lambda: self._begin_placing(key, name, version, keep)))
 
     def feed(self, key: str, data: Bytes, slot: int | None, frame: object) -> None:
         """Put the next bytes of a shard that comes in chunks in place; tells Consumed, at the end Placed or Refused.
@@ -353,6 +372,7 @@ class Loader:
             self._sink(outcome)
 
     def _inspect(self, key: str, source: Source) -> ShardStimulus:
+        opened = time.monotonic()
         payload = source.open()
         try:
             header = payload.header
@@ -364,13 +384,18 @@ class Loader:
                 raise ShardRejected(*_offence(error)) from error
             if not plan.slots and not plan.skipped:
                 raise ShardRejected(Reason.NO_KNOWN_TENSOR, "the shard holds no tensor at all")
-            version = reconcile([*source.claims, *versions_of_metadata(header.metadata)])
-            run = run_of(source.run, header.metadata)
+            restored = source.restored
+            if restored is None:
+                version = reconcile([*source.claims, *versions_of_metadata(header.metadata)])
+                run = run_of(source.run, header.metadata)
+            else:
+                version, run = restored.version, None
+                plan = plan._replace(slots=tuple(s for s in plan.slots if not restored.slots.isdisjoint(s.indices)))
             xxh3 = digest_of(source.xxh3, header.metadata)
         except BaseException:
             payload.close()
             raise
-        self._open[key] = _Open(payload, plan, xxh3)
+        self._open[key] = _Open(payload, plan, xxh3, again=restored is not None)
         return Inspected(
             key=key,
             now=time.monotonic(),
@@ -379,6 +404,8 @@ class Loader:
             skipped=len(plan.skipped),
             nbytes=header.nbytes,
             run=run,
+            identity=payload.identity,
+            opened=opened,
         )
 
     def _list(self, key: str, source: ListSource) -> ShardStimulus:
@@ -393,6 +420,17 @@ class Loader:
             slots = tuple(index for slot in found for index in slot.indices)
         return Listed(key=key, now=time.monotonic(), version=version, slots=slots, what=source.what)
 
+    def _begin_placing(self, key: str, name: str, version: int | None, keep: int | None) -> ShardStimulus | None:
+        shard = self._open[key]
+        if keep is not None and shard.kept is None and self._spool is not None:
+            assert isinstance(shard.payload, BytesPayload | HeadPayload)
+            head = shard.payload.head
+            assert head is not None
+            shard.kept = self._spool.begin(keep, len(head) + shard.payload.header.nbytes)
+            if shard.kept is not None:
+                shard.kept.head(head)
+        return self._place(key, name, version)
+
     def _place(self, key: str, name: str, version: int | None) -> ShardStimulus | None:
         begin = time.monotonic()
         shard = self._open[key]
@@ -406,12 +444,15 @@ class Loader:
         if in_place and self._checks.finite:
             self._refuse_not_finite(payload, shard.plan)
         entries = {entry.name: entry for entry in payload.header.tensors}
-        differing = self._copier.compare(payload, _copies(entries, self.model.repeats(shard.plan, version)))
+        repeats = () if shard.again else self.model.repeats(shard.plan, version)
+        differing = self._copier.compare(payload, _copies(entries, repeats))
         if differing:  # found before anything gives way to this shard
             raise ShardRejected(Reason.CONFLICT, str(ConflictError(version or 0, differing)))
-        update = self._begin(shard.plan, version, name)
+        update = self._begin(shard.plan, version, name, again=shard.again)
         self._tell_expired(update.expired)
         try:
+            if shard.kept is not None and isinstance(payload, BytesPayload):
+                shard.kept.data(payload.data)
             with update.writing(GATE_TIMEOUT), self._written(update) as beside:
                 for one_round in update.rounds:
                     self._copier.run(payload, _copies(entries, one_round), beside)
@@ -422,13 +463,13 @@ class Loader:
             return self._failed(key, name, error, self._indices(self.model.abort(update)))
         return self._placed(key, version, shard.plan, report, begin)
 
-    def _begin(self, plan: LoadPlan, version: int | None, name: str) -> Update:
+    def _begin(self, plan: LoadPlan, version: int | None, name: str, *, again: bool = False) -> Update:
         """Begin an update; with two generations, in the stage of its version."""
         staging = self.model.staging
         try:
             if not staging.in_place and not staging.is_open:
                 self.model.stage(version)
-            return self.model.begin(plan, version, name)
+            return self.model.begin(plan, version, name, again=again)
         except FusionCacheFull as error:
             raise ShardRejected(Reason.FUSION_CACHE_FULL, str(error)) from error
         except StaleError as error:
@@ -467,6 +508,9 @@ class Loader:
             )
 
     def _placed(self, key: str, version: int | None, plan: LoadPlan, report: LoadReport, begin: float) -> Placed:
+        shard = self._open[key]
+        place = shard.kept.finish() if shard.kept is not None else ""
+        digest = shard.kept.digest if shard.kept is not None else shard.xxh3 or ""
         now = time.monotonic()
         waiting = {half.tensor for half in report.pending if half.version == version}
         table = self.model.table
@@ -480,6 +524,8 @@ class Loader:
             blocked=tuple(slot.index for slot in plan.slots if slot.name in waiting and self.model.blocked(slot.name)),
             pending=_pending(self.model, now),
             duplicates=len(report.duplicates),
+            place=place,
+            digest=digest,
             serving=self.model.serving,
             filled=self._filled(),
             seconds=now - begin,
@@ -525,6 +571,9 @@ class Loader:
         if stream is not None:
             try:
                 stream.feed(data)
+                kept = self._open[key].kept
+                if kept is not None and isinstance(stream, Stream):
+                    kept.data(data)
                 self._advance(data.size)
                 stream.heard = time.monotonic()
             except Exception as error:  # noqa: BLE001 - whatever it was, it is the end of this shard alone
@@ -743,6 +792,8 @@ class Loader:
         shard = self._open.pop(key, None)
         if shard is not None:
             shard.payload.close()
+            if shard.kept is not None:
+                shard.kept.abandon()
 
 
 def _copies(entries: Mapping[str, TensorEntry], destinations: Iterable[Destination]) -> list[Copy]:

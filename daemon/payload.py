@@ -12,6 +12,7 @@ import mmap
 import os
 import stat
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -61,6 +62,10 @@ class Payload(Protocol):
     header: ShardHeader
 
     @property
+    def identity(self) -> Identity | None:
+        """Of the file that is open; None for what lies in memory."""
+
+    @property
     def proven(self) -> bool:
         """Whether its bytes can't change, from now on and for as long as copying them may take."""
 
@@ -86,9 +91,12 @@ class BytesPayload:
     """A shard in memory."""
 
     proven = True
+    identity: Identity | None = None
 
-    def __init__(self, header: ShardHeader, data: Bytes) -> None:
+    def __init__(self, header: ShardHeader, data: Bytes, head: Bytes | None = None) -> None:
         self.header = header
+        self.head = head
+        """What came before the data, if it is there."""
         self._data: Bytes | None = data
 
     @classmethod
@@ -101,7 +109,13 @@ class BytesPayload:
         whole: Bytes = np.frombuffer(buffer, dtype=np.uint8)
         length = header_length(whole[:LENGTH_BYTES].tobytes(), whole.size, header_limit)
         header = parse_header(whole[LENGTH_BYTES : LENGTH_BYTES + length].tobytes(), whole.size)
-        return cls(header, whole[header.data_offset :])
+        return cls(header, whole[header.data_offset :], whole[: header.data_offset])
+
+    @property
+    def data(self) -> Bytes:
+        """The data section."""
+        assert self._data is not None
+        return self._data
 
     @classmethod
     def copy_of(cls, other: Payload) -> BytesPayload:
@@ -133,9 +147,11 @@ class HeadPayload:
     """A shard of which only the head has come: its bytes will be fed, and can't be asked for."""
 
     proven = False
+    identity: Identity | None = None
 
-    def __init__(self, header: ShardHeader) -> None:
+    def __init__(self, header: ShardHeader, head: bytes) -> None:
         self.header = header
+        self.head = head
 
     @classmethod
     def parse(cls, head: memoryview | bytes, nbytes: int, *, header_limit: int) -> HeadPayload:
@@ -154,7 +170,7 @@ class HeadPayload:
         if len(head) != LENGTH_BYTES + length:
             detail = f"its head has {len(head)} bytes, and says that it has {LENGTH_BYTES + length}"
             raise ShardRejected(Reason.MALFORMED_HEADER, detail)
-        return cls(parse_header(bytes(head[LENGTH_BYTES:]), size))
+        return cls(parse_header(bytes(head[LENGTH_BYTES:]), size), bytes(head))
 
     def read_into(self, offset: int, target: Bytes) -> None:
         """See `Payload`: never."""
@@ -174,12 +190,13 @@ class MappedPayload:
     each read, and a single read has to be short against ``patience``: callers read in blocks.
     """
 
-    def __init__(self, descriptor: int, size: int, header: ShardHeader, patience: float) -> None:
+    def __init__(self, descriptor: int, identity: Identity, header: ShardHeader, patience: float) -> None:
         self.header = header
+        self.identity = identity
         self._descriptor = descriptor
         self._patience = patience
         self._held_at = time.monotonic()
-        self._map = mmap.mmap(descriptor, size, prot=mmap.PROT_READ)
+        self._map = mmap.mmap(descriptor, identity.size, prot=mmap.PROT_READ)
         self._data: Bytes | None = np.frombuffer(self._map, dtype=np.uint8)[header.data_offset :]
 
     @property
@@ -231,7 +248,7 @@ class ReadPayload:
 
     def __init__(self, descriptor: int, identity: Identity, header: ShardHeader) -> None:
         self.header = header
-        self._identity = identity
+        self.identity = identity
         self._descriptor: int | None = descriptor
 
     def read_into(self, offset: int, target: Bytes) -> None:
@@ -250,7 +267,7 @@ class ReadPayload:
     def verify(self) -> None:
         """See `Payload`."""
         assert self._descriptor is not None
-        if Identity.of(os.fstat(self._descriptor)) != self._identity:
+        if Identity.of(os.fstat(self._descriptor)) != self.identity:
             raise ShardRejected(Reason.CHANGED_WHILE_READING, "the file was written to while it was read")
 
     def close(self) -> None:
@@ -261,7 +278,13 @@ class ReadPayload:
 
 
 def open_file(
-    path: Path, *, leases: bool, settle: float, incomplete_after: float, header_limit: int
+    path: Path,
+    *,
+    leases: bool,
+    settle: float,
+    incomplete_after: float,
+    header_limit: int,
+    approve: Callable[[Identity], None] = lambda _: None,
 ) -> MappedPayload | ReadPayload:
     """Open a shard file and check it.
 
@@ -272,6 +295,7 @@ def open_file(
             than the granularity of the file system's times, or a change right after opening may not show in them.
         incomplete_after: Seconds without a change after which an unfinished file is given up.
         header_limit: Longest header that is read, in bytes.
+        approve: Raises if it is not the file that is wanted.
 
     Raises:
         ShardNotReady: Somebody is still writing it.
@@ -279,6 +303,7 @@ def open_file(
     """
     descriptor = open_descriptor(path)
     try:
+        approve(Identity.of(os.fstat(descriptor)))
         return _examine(descriptor, leases, settle, incomplete_after, header_limit)
     except OSError as error:
         os.close(descriptor)
@@ -293,6 +318,7 @@ def open_descriptor(path: Path) -> int:
 
     Raises:
         ShardRejected: It can't be opened; the detail says why, and what to do.
+        ShardNotReady: Not now: there are too many open files, or there is no memory.
     """
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
@@ -328,7 +354,7 @@ def _examine(
             raise ShardNotReady(f"not complete yet: {rejected.detail}") from rejected
         raise
     if held is lease.Lease.HELD:
-        return MappedPayload(descriptor, status.st_size, header, patience)
+        return MappedPayload(descriptor, Identity.of(status), header, patience)
     return ReadPayload(descriptor, Identity.of(status), header)
 
 
@@ -378,11 +404,15 @@ def _forbidden(_error: OSError) -> ShardRejected:
     )
 
 
+def _exhausted(error: OSError) -> ShardNotReady:
+    return ShardNotReady(f"it can't be opened now: {error.strerror}; see LimitNOFILE and the machine's memory")
+
+
 def _other(error: OSError) -> ShardRejected:
     return ShardRejected(Reason.UNREADABLE, f"can't be opened: {error.strerror}")
 
 
-_REFUSALS = {
+_REFUSALS: dict[int, Callable[[OSError], ShardRejected | ShardNotReady]] = {
     errno.ELOOP: _not_a_file,
     errno.ENXIO: _not_a_file,
     errno.EISDIR: _not_a_file,
@@ -391,5 +421,8 @@ _REFUSALS = {
     errno.ESTALE: _vanished,
     errno.EACCES: _forbidden,
     errno.EPERM: _forbidden,
+    errno.EMFILE: _exhausted,
+    errno.ENFILE: _exhausted,
+    errno.ENOMEM: _exhausted,
 }
 """errno of open() -> what it means for a shard."""

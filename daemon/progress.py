@@ -7,7 +7,7 @@ early nor keep it from completing.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from . import events
@@ -90,8 +90,6 @@ class Version:
     """Whether anything has come since it began, or last went live."""
     refused: set[str] = field(default_factory=set)
     """Keys of its shards that were rejected and have not come again."""
-    sources: dict[str, Hashable] = field(default_factory=dict)
-    """Files that were applied: key -> identity."""
 
     def __post_init__(self) -> None:
         if not self.missing:

@@ -104,7 +104,7 @@ class Retention:
             found = Identity.of(path.lstat())
         except FileNotFoundError:
             return False
-        if not isinstance(identity, Identity) or found.content != identity.content:
+        if not isinstance(identity, tuple) or found.content != Identity(*identity).content:
             return False
         if self._archive is not None:
             target = self._archive / relative

@@ -6,10 +6,11 @@ there are is kept by `roster`, the states that each goes through are the table i
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from typing import Protocol
 
 from . import events
+from .books import Books
 from .lifecycle import Turn, VersionState
 from .progress import ROLLING, Coverage, Version
 from .roster import Policy, Versions
@@ -24,7 +25,6 @@ from .stimuli import (
     Ordered,
     Placed,
     Publish,
-    Retire,
     Rollback,
     RolledBack,
     Verified,
@@ -40,6 +40,9 @@ _NOTHING = "nothing has come of"
 
 class Shards(Protocol):
     """What has to be asked of the ledger: it keeps the shards."""
+
+    books: Books
+    """What has to be written down."""
 
     def on_their_way(self, version: int | None) -> bool:
         """Whether shards of a version are known that have not been placed yet, those apart that wait for its turn."""
@@ -71,23 +74,24 @@ class Rollout:
         self._shards = shards
         self._tickets: list[str] = []
         """Orders to commit the staged version that have not been answered."""
-        self._files: dict[int, dict[str, Hashable]] = {}
-        """Versions whose files the live weights may rest on: version -> files, the oldest first."""
 
     # ------------------------------------------------------------------------------------ what happens
 
-    def placed(self, version: int | None, key: str, identity: Hashable, placed: Placed, out: list[Instruction]) -> None:
-        """A shard of the staged version is in place; announce the layers that became whole by it."""
+    def placed(self, version: int | None, key: str, placed: Placed, out: list[Instruction]) -> bool:
+        """A shard of the staged version is in place; announce the layers that became whole by it.
+
+        Returns:
+            False: it was compared with what is live, or its version was given up meanwhile.
+        """
         staged = self.versions.staged
         if staged is None or staged.number != version or staged.state is not VersionState.OPEN:
-            return  # it was compared with what is live, or its version was given up meanwhile
+            return False
         out += map(Publish, staged.advance(placed.arrived, placed.fused))
         staged.waits.update(placed.waiting)
         staged.blocked.update(placed.blocked)
         staged.refused.discard(key)
         staged.grown, staged.told = placed.now, False
-        if identity is not None:
-            staged.sources[key] = identity
+        return True
 
     def listed(self, listed: Listed, *, marked: int, last: bool) -> Version | None:
         """Something tells what a version consists of. Returns its record; None if the version is over.
@@ -134,7 +138,6 @@ class Rollout:
             return
         for version in self.versions.count_anew():
             self._tell_superseded(version, now, out, was_staged=version is staged)
-        self._files.clear()
         out.append(NewRun())
 
     def verified(self, verified: Verified, out: list[Instruction]) -> None:
@@ -175,6 +178,7 @@ class Rollout:
             return
         first = not self.versions.ready
         live, _ = self.versions.commit(committed.now, committed.leased)
+        self._shards.books.committed()
         late = tuple(live.queued)  # they came while it was verified: now they are compared with it
         for key in late:
             live.unexpect(key)
@@ -188,7 +192,6 @@ class Rollout:
             self._tell_superseded(version, committed.now, out)
         out += [Answered(ticket, "", f"{live.label} is live") for ticket in self._tickets]
         self._tickets.clear()
-        self._retire(live, out)
 
     def rolled_back(self, outcome: RolledBack, out: list[Instruction]) -> None:
         """The version before is live again, or it could not be done."""
@@ -197,6 +200,7 @@ class Rollout:
             out.append(Answered(outcome.ticket, outcome.failure, ""))
             return
         live, previous = self.versions.rolled_back(outcome.leased)
+        self._shards.books.rolled_back()
         self.counters["versions_rolled_back"] += 1
         message = f"rolled back: {live.label} is live again, in the place of {previous.label}"
         out.append(Publish(events.VersionRolledBack(version=live.number, previous=previous.number, message=message)))
@@ -314,16 +318,6 @@ class Rollout:
             return
         staged.told = True
         out.append(Publish(versions.incomplete(staged, cause)))
-
-    def _retire(self, live: Version, out: list[Instruction]) -> None:
-        """Once a version has brought everything, no weights rest on the files of those before it."""
-        if live.number is ROLLING:
-            return
-        if live.whole():
-            for number, files in self._files.items():
-                out.append(Retire(number, tuple(files.items())))
-            self._files.clear()
-        self._files[live.number] = live.sources
 
     # ---------------------------------------------------------------------------------------- orders
 

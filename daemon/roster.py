@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 from . import events
 from .lifecycle import Turn, VersionState
 from .progress import ROLLING, Coverage, Version
+from .records import Standing, slots_of
 
 OPEN_VERSIONS = 64
 """Versions that are not over and that anything is remembered of; a newer one beyond these ends the oldest."""
@@ -81,6 +82,8 @@ class Versions:
         """Requests that still read the weights that would be written next."""
         self.run: str | None = None
         self.ended: OrderedDict[int, tuple[VersionState, str]] = OrderedDict()
+        self._endings = 0
+        """How often what is remembered of versions that are over has changed."""
         self._floor = -1
         """Numbered versions up to this one are over, if nothing else is known of them."""
         self._past_runs: OrderedDict[str, None] = OrderedDict()
@@ -110,6 +113,32 @@ class Versions:
     def numbered_floor(self) -> int:
         """The newest version that has ever been live in this run; -1 if none was."""
         return self._floor
+
+    def past_runs(self) -> tuple[str, ...]:
+        """The trainer's incarnations before the present one, the oldest first."""
+        return tuple(self._past_runs)
+
+    def revision(self) -> tuple[object, ...]:
+        """Return something that differs whenever what has to be written down of the versions may have changed."""
+        told = tuple(
+            (v.number, v.promise, v.closed, v.approved, None if v.promised is None else len(v.promised))
+            for v in self.known.values()
+            if v.promise or v.approved
+        )
+        return (self.ready, self.live, self.run, self._floor, self._endings, told)
+
+    def recall(self, standing: Standing, now: float) -> None:
+        """Take over what was written down before a restart. Nothing is live until it has been restored."""
+        self.run, self._floor = standing.run, standing.floor
+        self._past_runs = OrderedDict.fromkeys(standing.past_runs)
+        self.ended = OrderedDict((number, (state, why)) for number, state, why in standing.ended)
+        if standing.ready:
+            self.ended.pop(standing.live, None)  # type: ignore[arg-type]
+            self.open(standing.live, now)
+        for told in standing.open:
+            version, _ = self.meet(told.number, now)
+            version.promised = None if told.promised is None else slots_of(told.promised)
+            version.closed, version.promise, version.approved = told.closed, told.promise, told.approved
 
     def stalled(self, now: float) -> bool:
         """Whether the staged version has stopped growing."""
@@ -183,6 +212,7 @@ class Versions:
         for version in over:
             self._end(version, Turn.OVERTAKEN, f"run {self.run} has begun")
         self.ended.clear()
+        self._endings += 1
         self._floor = -1
         for kept in (self.serving, self.retired):
             if kept is not None:
@@ -273,6 +303,7 @@ class Versions:
         now_live, was_live = self.retired, self.serving
         assert now_live is not None
         assert was_live is not None
+        self._endings += 1
         now_live.turn(Turn.RESTORED)
         was_live.turn(Turn.REPLACED)
         if was_live.number is not ROLLING:
@@ -386,6 +417,7 @@ class Versions:
     def _remember(self, version: Version) -> None:
         if version.number is ROLLING:
             return
+        self._endings += 1
         self.ended[version.number] = (version.state, version.why)
         self.ended.move_to_end(version.number)
         while len(self.ended) > ENDED_VERSIONS:

@@ -171,6 +171,15 @@ class Control(Closing):
         request = wire.Generate(token_ids=list(token_ids), max_new_tokens=max_new_tokens, timeout=0.9 * timeout)
         return self._ask(request, wire.Generated, timeout)
 
+    def digest(self, timeout: float | None = None) -> wire.Digest:
+        """Return the digest of all live weights.
+
+        Args:
+            timeout: Seconds; every byte of the weights is read.
+        """
+        timeout = self._requester.timeout if timeout is None else timeout
+        return self._ask(wire.GetDigest(timeout=0.9 * timeout), wire.Digest, timeout)
+
     def close(self) -> None:
         """Close the connection."""
         self._requester.close()

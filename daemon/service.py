@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path, PurePath
 from typing import Any, assert_never
 
+import msgspec
 import structlog
 import zmq
 
@@ -27,8 +28,10 @@ from .lease import install_lease_signal_handling
 from .ledger import State
 from .loader import Consumed, ListSource, Source, Wanted
 from .manifest import MARKER, is_index, is_marker, read_index
-from .payload import BytesPayload, HeadPayload, Payload, open_file
+from .payload import BytesPayload, HeadPayload, Identity, Payload, open_file
 from .progressbar import ProgressBar
+from .records import Memory
+from .recovery import Recovery
 from .settings import Settings
 from .sources.folder import PathHint, ScanResult
 from .sources.scan import FileHint
@@ -37,6 +40,7 @@ from .stimuli import (
     Answered,
     Commit,
     Compare,
+    Discard,
     DropVersion,
     Freed,
     Gone,
@@ -46,6 +50,8 @@ from .stimuli import (
     Ordered,
     Place,
     Publish,
+    Recalled,
+    Record,
     Release,
     Reply,
     Retire,
@@ -130,7 +136,11 @@ class Service:
         """How to open the shards that the folder does not hold: those of clients and of the base checkpoint."""
         self._expected: set[str] = set()
         """Keys of the base checkpoint's shards that are not in place yet."""
-        self._due = dict.fromkeys(("heartbeat", "sweep", "streams", "watchdog", "progress"), 0.0)
+        self._recovery: Recovery | None = None
+        """What was live before a restart, until it is again."""
+        self._durable = False
+        """Whether all that has been decided so far is written down."""
+        self._due = dict.fromkeys(("heartbeat", "sweep", "streams", "watchdog", "progress", "journal"), 0.0)
         self._extended_at = -1
         self._performers = self._table()
         self._bar = ProgressBar(sum(path.stat().st_size for path in parts.checkpoint))
@@ -153,8 +163,9 @@ class Service:
             self.parts.folder.stop()
         self.parts.generator.stop(JOIN_TIMEOUT)
         self.loader.stop(JOIN_TIMEOUT)
-        if self.parts.retention is not None:
-            self.parts.retention.stop(JOIN_TIMEOUT)
+        for removing in (self.parts.retention, self.parts.spool):
+            if removing is not None:
+                removing.stop(JOIN_TIMEOUT)
         self.parts.close()
 
     def _start(self) -> None:
@@ -167,14 +178,12 @@ class Service:
             self._poller.register(parts.ingest.socket, zmq.POLLIN)
         parts.loader.start()
         parts.generator.start()
-        if parts.retention is not None:
-            parts.retention.start()
-        for path in parts.checkpoint:
-            key = f"checkpoint:{path.name}"
-            self._expected.add(key)
-            self._sources[key] = Source(path.name, self._opener(path))
-        for key in sorted(self._expected):
-            self._feed(Seen(key=key, name=self._sources[key].name, source="checkpoint", now=time.monotonic()))
+        for part in (parts.retention, parts.spool, parts.journal):
+            if part is not None:
+                part.start()
+        self._recall()
+        if self._recovery is None:
+            self._load_checkpoint()
         if parts.folder is not None:
             parts.folder.start()
         log.info(
@@ -188,8 +197,64 @@ class Service:
             metrics_port=parts.metrics_port,
             notes=parts.notes(),
         )
-        if not self._expected:
+        if not self._expected and self._recovery is None:
             self._become_ready()
+
+    def _load_checkpoint(self) -> None:
+        for path in self.parts.checkpoint:
+            key = f"checkpoint:{path.name}"
+            self._expected.add(key)
+            self._sources[key] = Source(path.name, self._opener(path))
+        for path in self.parts.checkpoint:
+            identity = Identity.of(path.stat())
+            self._feed(
+                Seen(
+                    key=f"checkpoint:{path.name}",
+                    name=path.name,
+                    source="checkpoint",
+                    identity=identity,
+                    content=identity.content,
+                    place=str(path),
+                    now=time.monotonic(),
+                )
+            )
+
+    def _recall(self) -> None:
+        """Take over what was written down before a restart; begin to restore what was live."""
+        journal, parts = self.parts.journal, self.parts
+        if journal is None or not (journal.memory.shards or journal.memory.standing.floor >= 0):
+            return
+        memory, now = journal.memory, time.monotonic()
+        journal.memory = Memory()  # it may be large, and is not needed again
+        self._feed(Recalled(now=now, memory=memory))
+        folders = {"checkpoint": Path("/")}
+        if parts.folder is not None:
+            folders["folder"] = parts.folder.root
+        if parts.spool is not None:
+            folders["socket"] = parts.spool.folder
+        recovery = Recovery(memory, folders, lambda path, approve: self._opener(path, approve)())
+        if memory.standing.ready:
+            self._recovery = recovery
+            log.info("daemon.restoring", version=memory.standing.live, bytes=recovery.total)
+            for problem in recovery.problems():
+                log.error("restore.missing", shard=problem, remedy="put it back, or push a whole version")
+            self._bar = ProgressBar(recovery.total)
+            self._restore_next()
+        for seen, source in recovery.staged(now):
+            if source is not None:
+                self._sources[seen.key] = source
+            elif parts.folder is None:
+                continue
+            self._feed(seen)
+
+    def _restore_next(self) -> None:
+        """One at a time, in their order: where two fill the same slots, the later one has the last word."""
+        assert self._recovery is not None
+        found = self._recovery.next(time.monotonic())
+        if found is not None:
+            seen, source = found
+            self._sources[seen.key] = source
+            self._feed(seen)
 
     def _become_ready(self) -> None:
         """Sockets are bound, and the base checkpoint, if there is one, is in place."""
@@ -244,10 +309,11 @@ class Service:
                 self._stream_goes_on(letter)
             case PathHint():
                 if self.parts.folder is not None:
-                    self._take_hint(self.parts.folder.look(letter))
+                    looked = time.monotonic()
+                    self._take_hint(self.parts.folder.look(letter), looked)
             case ScanResult():
                 for hint in letter.hints:
-                    self._take_hint(hint)
+                    self._take_hint(hint, letter.at)
             case Generation():
                 self.parts.control.reply(letter.envelope, letter.reply)
             case Signalled():
@@ -335,7 +401,7 @@ class Service:
         if self.ledger.versions.leased and not staging.staged_leases().leases:
             self._feed(Freed(now=time.monotonic()))
 
-    def _take_hint(self, hint: FileHint) -> None:
+    def _take_hint(self, hint: FileHint, looked: float) -> None:
         key, now = f"folder:{hint.relative}", time.monotonic()
         if hint.identity is None:
             self._feed(Gone(key=key, now=now))
@@ -349,7 +415,9 @@ class Service:
                 identity=identity,
                 content=identity.content,
                 changed=identity.ctime_ns,
+                looked=looked,
                 claimed=_claimed(hint.relative),
+                place=str(hint.relative),
                 now=now,
             )
         )
@@ -370,7 +438,7 @@ class Service:
             return ListSource("index", lambda: read_index(path, after), claims)
         return Source(printable(relative), self._opener(path), claims)
 
-    def _opener(self, path: Path) -> Callable[[], Payload]:
+    def _opener(self, path: Path, approve: Callable[[Identity], None] = lambda _: None) -> Callable[[], Payload]:
         def open_path() -> Payload:
             settings = self.settings
             return open_file(
@@ -379,6 +447,7 @@ class Service:
                 settle=settings.folder.settle,
                 incomplete_after=settings.folder.incomplete_after,
                 header_limit=settings.limits.header_bytes,
+                approve=approve,
             )
 
         return open_path
@@ -386,8 +455,15 @@ class Service:
     # --------------------------------------------------------------------------------- what goes out
 
     def _feed(self, stimulus: Stimulus) -> None:
-        for instruction in self.ledger.handle(stimulus):
+        todo = self.ledger.handle(stimulus)
+        for instruction in todo:  # first what is written down: an answer must not be forgotten by a restart
+            if isinstance(instruction, Record):
+                self._write_down(instruction)
+        for instruction in todo:
             self._perform(instruction)
+
+    def _write_down(self, record: Record) -> None:
+        self._durable = self.parts.journal is not None and self.parts.journal.write(record.entries)
 
     def _perform(self, instruction: Instruction) -> None:
         self._performers[type(instruction)](instruction)
@@ -397,7 +473,7 @@ class Service:
         loader, ledger = self.loader, self.ledger
         return {
             Inspect: lambda i: loader.inspect(i.key, self._source(i.key)),
-            Place: lambda i: loader.place(i.key, ledger.shards[i.key].name, i.version),
+            Place: lambda i: loader.place(i.key, ledger.shards[i.key].name, i.version, i.keep),
             Compare: lambda i: loader.compare(i.key, i.version),
             Release: lambda i: loader.release(i.key),
             DropVersion: lambda i: loader.drop_version(i.version),
@@ -406,6 +482,8 @@ class Service:
             Rollback: lambda i: loader.rollback(i.ticket),
             NewRun: lambda _: loader.new_run(),
             Retire: self._retire,
+            Record: lambda _: None,  # done already
+            Discard: self._discard,
             Publish: lambda i: self._publish(i.event),
             Reply: lambda i: self._answer(i.key, i.answer),
             Answered: lambda i: self._settle(i.ticket, i.failure, i.detail),
@@ -416,6 +494,11 @@ class Service:
             files = [(key.removeprefix("folder:"), identity) for key, identity in retire.keys]
             self.parts.retention.retire(retire.version, files)
 
+    def _discard(self, discard: Discard) -> None:
+        if self.parts.spool is not None:
+            for number in discard.numbers:
+                self.parts.spool.discard(number)
+
     def _publish(self, event: events.AnyEvent) -> None:
         sent = self.parts.publisher.publish(event)
         match sent:
@@ -423,7 +506,7 @@ class Service:
                 self.control.note(sent)
             case events.ModelReady():
                 self._is_it_up()
-            case events.VersionAborted() if self.phase == "starting":
+            case events.VersionAborted() if self.phase == "starting" and self._recovery is None:
                 raise StartError(f"model.checkpoint = {self.settings.model.checkpoint}: {sent.cause}")
             case _:
                 pass
@@ -448,8 +531,12 @@ class Service:
 
     def _answer(self, key: str, answer: wire.Answer) -> None:
         self._sources.pop(key, None)
+        if answer.durability == "spool" and not self._durable:
+            answer = msgspec.structs.replace(answer, durability="memory")
         if self.parts.ingest is not None:
             self.parts.ingest.answer(key, answer)
+        if key.startswith("restore:") and self._recovery is not None and answer.status == "applied":
+            self._restore_next()
         if key in self._expected:
             self._expected.discard(key)
             self._checkpoint_came(answer)
@@ -470,8 +557,9 @@ class Service:
         self._is_it_up()
 
     def _is_it_up(self) -> None:
-        """With a base checkpoint the start has ended once all of it is in place and live."""
+        """The start has ended once the base checkpoint, or what is restored, is in place and live."""
         if self.phase == "starting" and not self._expected and self.ledger.versions.ready:
+            self._recovery = None
             self._become_ready()
 
     # --------------------------------------------------------------------------------------- routine
@@ -485,6 +573,8 @@ class Service:
             self.loader.sweep()
         if self.ledger.streams and self._is_due("streams", 1.0):
             self.loader.expire_streams(self.settings.socket.stream_timeout)
+        if self.parts.journal is not None and self._is_due("journal", 1.0):
+            self.parts.journal.retry()
         interval = notify.watchdog_interval()
         if interval is not None and self._is_due("watchdog", interval / 3):
             # The ping speaks for every thread, not just for this one.
@@ -509,7 +599,15 @@ class Service:
             return
         copied = self.loader.pulse.copied
         self._bar.update(copied)
-        notify.status(f"loading {self.settings.model.checkpoint}: {copied / 1e9:.1f} GB")
+        recovery = self._recovery
+        if recovery is None:
+            notify.status(f"loading {self.settings.model.checkpoint}: {copied / 1e9:.1f} GB")
+        else:
+            missing = recovery.problems()
+            lacks = f"; {len(missing)} shards can't be had: {missing[0]}" if missing else ""
+            notify.status(printable(f"restoring {recovery.label}: {copied / 1e9:.1f} GB{lacks}"))
+            if missing:  # somebody has to do something: to be started again would not help
+                notify.extend_timeout(EXTENSION)
         if copied != self._extended_at:  # only while bytes advance: a start that is stuck must time out
             self._extended_at = copied
             notify.extend_timeout(EXTENSION)

@@ -61,6 +61,8 @@ class Socket(_Section, frozen=True, kw_only=True):
 
     enabled: bool = True
     endpoint: str = "ipc:///run/fusewire/ingest.sock"
+    durability: Literal["spool", "memory"] = "spool"
+    """Whether what is pushed is kept in ``state.path``, so that it survives a restart."""
     max_put_bytes: Bytes = 256 * MIB
     in_flight_bytes: Bytes = 1 * GIB
     chunk_bytes: Annotated[int, msgspec.Meta(ge=65536, le=8 * MIB)] = 4 * MIB
@@ -142,6 +144,17 @@ class Loader(_Section, frozen=True, kw_only=True):
     """False: never take read leases, read with preadv (for file systems on which leases misbehave)."""
 
 
+class State(_Section, frozen=True, kw_only=True):
+    """What has to survive a restart."""
+
+    path: str = "/var/lib/fusewire/state"
+    """Folder of the journal and the spool; empty: nothing survives."""
+    sync: bool = False
+    """Whether what is acknowledged is on the disk first: it then survives the death of the machine, too."""
+    spool_bytes: Bytes = 64 * GIB
+    """Bytes of pushed shards that are kept; what comes beyond is applied and does not survive a restart."""
+
+
 class Log(_Section, frozen=True, kw_only=True):
     """Where and how much is logged."""
 
@@ -169,6 +182,7 @@ class Settings(_Section, frozen=True, kw_only=True):
     fusion: Fusion = Fusion()
     limits: Limits = Limits()
     loader: Loader = Loader()
+    state: State = State()
     log: Log = Log()
     metrics: Metrics = Metrics()
 
@@ -226,5 +240,6 @@ def _resolved(settings: Settings, base: Path) -> Settings:
         ),
         events=replace(settings.events, endpoint=endpoint(settings.events.endpoint)),
         control=replace(settings.control, endpoint=endpoint(settings.control.endpoint)),
+        state=replace(settings.state, path=absolute(settings.state.path)),
         versions=replace(settings.versions, archive=absolute(settings.versions.archive)),
     )

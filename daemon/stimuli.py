@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from . import events, wire
 from .errors import Reason
+from .records import Entry, Memory
 
 # -------------------------------------------------------------------------------------------- stimuli
 
@@ -42,10 +44,16 @@ class Seen(ShardStimulus):
     content: Hashable = None
     changed: int = 0
     """Of a file: when it came or was changed last, in nanoseconds of its file system's clock (ctime)."""
+    looked: float = math.inf
+    """When it was looked at: what was seen before the file was opened says nothing of what was read."""
     stream: bool = False
     """Whether its bytes come bit by bit, from a client, once it may be placed."""
     claimed: int | None = None
     """The version that its folder or its message names, before anybody has looked into it."""
+    number: int | None = None
+    """Its number, if it was written down before a restart; None: it gets a new one."""
+    place: str = ""
+    """Where its bytes lie, within what ``source`` says; empty for what comes from a client."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +71,9 @@ class Inspected(ShardStimulus):
     nbytes: int
     run: str | None = None
     """The trainer's incarnation."""
+    identity: tuple[int, ...] | None = None
+    """Of the file that is open: it need not be what was seen, and is what will be placed."""
+    opened: float = -math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +109,10 @@ class Placed(ShardStimulus):
     blocked: tuple[int, ...] = ()
     """Those of ``waiting`` that can't be placed without their partner."""
     duplicates: int
+    place: str = ""
+    """Where a client's shard has been kept, if it has been."""
+    digest: str = ""
+    """xxh3-128 of its data, if it was computed."""
     serving: bool
     """The model can answer."""
     filled: int
@@ -183,6 +198,13 @@ class Ordered(Stimulus):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Recalled(Stimulus):
+    """What was written down before a restart. The first of all stimuli; what was live has to be restored."""
+
+    memory: Memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tick(Stimulus):
     """Time has passed."""
 
@@ -208,6 +230,8 @@ class Place:
 
     key: str
     version: int | None
+    keep: int | None = None
+    """Keep the bytes too, under this number: a client sent them, and has nothing that they could be read from again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +292,20 @@ class Retire:
 
 
 @dataclass(frozen=True, slots=True)
+class Record:
+    """Write this down, in one go, before anything else of the same list is done."""
+
+    entries: tuple[Entry, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """Nothing rests on these shards any more: what was kept of them may go."""
+
+    numbers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Answered:
     """Answer an order."""
 
@@ -302,6 +340,8 @@ Instruction = (
     | Rollback
     | NewRun
     | Retire
+    | Record
+    | Discard
     | Publish
     | Reply
     | Answered

@@ -21,7 +21,7 @@ CONTROL_LIMIT = 4 * 1024 * 1024
 
 Version = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Label = Annotated[str, msgspec.Meta(max_length=200)]
-Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+Xxh3 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
 Names = Annotated[list[Annotated[str, msgspec.Meta(max_length=500)]], msgspec.Meta(min_length=1, max_length=200_000)]
 TokenIds = Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(min_length=1)]
 
@@ -46,7 +46,7 @@ class Put(_Request, frozen=True, kw_only=True, tag="put"):
     """What to call the shard in answers, events and logs."""
     run: Label | None = None
     """The trainer's incarnation: a new one restarts the numbering of versions."""
-    xxh3: Digest | None = None
+    xxh3: Xxh3 | None = None
     """xxh3-128 of the shard's data section, as 32 hexadecimal digits: then the bytes are checked against it."""
 
 
@@ -63,7 +63,7 @@ class Begin(_Request, frozen=True, kw_only=True, tag="begin"):
     version: Version | None = None
     name: Label | None = None
     run: Label | None = None
-    xxh3: Digest | None = None
+    xxh3: Xxh3 | None = None
     shared: bool = False
     """Whether the chunks will lie in the shared segment."""
 
@@ -142,6 +142,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="a
     """Layers whose pair this shard completed."""
     waiting: tuple[str, ...] = ()
     """Tensors of this shard that wait for their partner."""
+    durability: Literal["spool", "memory"] | None = None
+    """Of a pushed shard that was applied: whether it survives a restart (``spool``) or has to be pushed again."""
     stream: str | None = None
     """What the client called the shard in ``begin``."""
 
@@ -198,6 +200,13 @@ class Generate(_Request, frozen=True, kw_only=True, tag="generate"):
     """Seconds after which the daemon gives up and says so."""
 
 
+class GetDigest(_Request, frozen=True, kw_only=True, tag="digest"):
+    """Ask for the digest of all live weights: it reads every byte of them."""
+
+    timeout: Annotated[float, msgspec.Meta(gt=0, le=3600)] = 60.0
+    """Seconds after which the daemon gives up and says so."""
+
+
 ControlRequest = (
     GetStatus
     | GetSnapshot
@@ -208,6 +217,7 @@ ControlRequest = (
     | RollbackVersion
     | AbortVersion
     | Generate
+    | GetDigest
 )
 
 
@@ -349,6 +359,16 @@ class Generated(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag
     seconds: float
 
 
+class Digest(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="digest"):
+    """Answer to ``digest``: alike for alike weights, whichever way they came, on any host and device."""
+
+    digest: str
+    """blake2b-128 over all parameters, in the order of their names, as 32 hexadecimal digits."""
+    version: int | None
+    nbytes: int
+    seconds: float
+
+
 class VersionList(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="versions"):
     """Answer to ``versions``."""
 
@@ -370,7 +390,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="e
     detail: tuple[str, ...] = ()
 
 
-ControlReply = Status | Snapshot | Replay | Pending | Generated | VersionList | Done | Failed
+ControlReply = Status | Snapshot | Replay | Pending | Generated | Digest | VersionList | Done | Failed
 
 IngestReply = Answer | Welcome | Credit
 

@@ -7,9 +7,11 @@ the same bytes there, and nothing else needs to be compared.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import mmap
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -22,6 +24,8 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 PAGE = 4096
 """Every parameter begins on a page of its own, in bytes."""
+DIGEST_BYTES = 16 << 20
+"""What is read at a time for a digest."""
 _MADV_POPULATE_WRITE = 23  # <linux/mman.h>, since Linux 5.14; the mmap module has no name for it yet
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
@@ -157,6 +161,25 @@ class Generation:
 
     def _device_storage(self, nbytes: int) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+
+
+def digest(
+    generation: Generation, deadline: float | None = None, cancelled: Callable[[], bool] = lambda: False
+) -> tuple[str, int]:
+    """Return the blake2b-128 of all parameters in the order of their names, and how many bytes they have.
+
+    Alike for alike weights, however they came, on any device. See `DeepseekV2ForCausalLM.digest` for the rest.
+    """
+    made, nbytes = hashlib.blake2b(digest_size=16), 0
+    for name in sorted(generation.parameters):
+        whole = generation.parameters[name].reshape(-1).view(torch.uint8)
+        made.update(name.encode())
+        for part in whole.split(DIGEST_BYTES):
+            if cancelled() or (deadline is not None and time.monotonic() > deadline):
+                raise TimeoutError(f"the digest was given up after {nbytes} bytes")
+            made.update(part.cpu().numpy().data)
+            nbytes += part.numel()
+    return made.hexdigest(), nbytes
 
 
 def storage_layout(table: SlotTable) -> tuple[dict[str, int], int]:

@@ -153,13 +153,23 @@ class Update:
         version: Theirs; None is the rolling version.
         source: Name of the shard, for the stamps.
         serving: Whether forward passes may read the rows.
+        again: Whether it takes the place of what its version has brought before, instead of being compared with it.
 
     Raises:
         StaleError: A newer numbered version has filled some of the slots.
         FusionCacheFull: The halves that have to wait are too large. In both cases nothing was changed.
     """
 
-    def __init__(self, weights: Weights, plan: LoadPlan, version: int | None, source: str, *, serving: bool) -> None:
+    def __init__(
+        self,
+        weights: Weights,
+        plan: LoadPlan,
+        version: int | None,
+        source: str,
+        *,
+        serving: bool,
+        again: bool = False,
+    ) -> None:
         self._weights = weights
         self._plan = plan
         self._version = version
@@ -170,10 +180,10 @@ class Update:
 
         self._cleared: dict[str, None] = {}
         self._refuse_stale()
-        self.compared: tuple[Destination, ...] = repeats(weights, plan, version)
+        self.compared: tuple[Destination, ...] = () if again else repeats(weights, plan, version)
         """Tensors that this version has brought before: their values must equal these."""
-        again = {destination.slot.index for destination in self.compared}
-        new = [slot for slot in plan.slots if slot.index not in again]
+        repeated = {destination.slot.index for destination in self.compared}
+        new = [slot for slot in plan.slots if slot.index not in repeated]
         arriving = {index for slot in plan.slots for index in slot.indices}
         self._touched = {slot.group for slot in new if slot.group is not None}
         self._whole_before = {group for group in self._touched if self._is_whole(group)}

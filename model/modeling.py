@@ -20,7 +20,7 @@ from .errors import ConflictError, NotReadyError, Offender, WeightsError
 from .finite import NotFinite, not_finite
 from .fusion import ExpiredHalf, FusionCache, PendingHalf
 from .gate import Gate
-from .generation import SAFETENSORS_DTYPES, Generation, storage_layout
+from .generation import SAFETENSORS_DTYPES, Generation, digest, storage_layout
 from .loading import Destination, LoadReport, Update, Weights, alone, groups_whole, place_alone, repeats
 from .names import LoadPlan, SlotTable, TensorMeta, names_by_layer
 from .rope import Rope
@@ -206,6 +206,22 @@ class DeepseekV2ForCausalLM:
             cancelled=cancelled,
         )
 
+    def digest(
+        self, lease: Lease, *, deadline: float | None = None, cancelled: Callable[[], bool] = lambda: False
+    ) -> tuple[str, int]:
+        """Return a digest of all parameters, and how many bytes they have; see `generation.digest`.
+
+        Args:
+            lease: On the weights to be read.
+            deadline: On `time.monotonic`.
+            cancelled: Asked now and then.
+
+        Raises:
+            TimeoutError: The deadline passed, it was cancelled, or an update in place kept it out.
+        """
+        with self.gate.reading(GATE_TIMEOUT):
+            return digest(self.staging.generations[lease.generation], deadline, cancelled)
+
     def _cache(self, batch: int, capacity: int) -> LatentCache:
         return LatentCache(self.config, batch, capacity, self.dtype, self.device)
 
@@ -382,10 +398,10 @@ class DeepseekV2ForCausalLM:
                 new.append(slot.name)
         return tuple(found), tuple(new)
 
-    def begin(self, plan: LoadPlan, version: int | None, source: str) -> Update:
-        """Begin an update; end it by `finish` or `abort`. See `Update` for what it raises."""
+    def begin(self, plan: LoadPlan, version: int | None, source: str, *, again: bool = False) -> Update:
+        """Begin an update; end it by `finish` or `abort`. See `Update` for its arguments and for what it raises."""
         serving = self._serving and self.staging.in_place
-        return Update(self._state(version), plan, version, source, serving=serving)
+        return Update(self._state(version), plan, version, source, serving=serving, again=again)
 
     def finish(self, update: Update) -> LoadReport:
         """End an update whose destinations have been filled, within its `writing`."""

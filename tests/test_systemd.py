@@ -228,6 +228,7 @@ def test_the_daemon_lives_under_the_units_call_rules(tmp_path: Path) -> None:
         socket.endpoint = "ipc://ingest.sock"
         events.endpoint = "tcp://127.0.0.1:*"
         control.endpoint = "ipc://control.sock"
+        state.path = "state"
         metrics.port = 0
         """
     )

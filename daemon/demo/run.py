@@ -34,6 +34,8 @@ endpoint = "ipc://ingest.sock"
 endpoint = "ipc://events.sock"
 [control]
 endpoint = "ipc://control.sock"
+[state]
+path = "state"
 [metrics]
 port = 0
 [log]

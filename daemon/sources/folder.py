@@ -76,6 +76,8 @@ class ScanResult(NamedTuple):
     """What changed since the last scan, in the order in which it should be taken; vanished files last."""
 
     hints: Sequence[FileHint]
+    at: float
+    """When it began: what is told may be older than what has been heard since."""
 
 
 class FolderSource:
@@ -196,7 +198,7 @@ class FolderSource:
         for path in gone:
             del self._known[path]
         if hints:
-            self._sink(ScanResult(hints))
+            self._sink(ScanResult(hints, self._scanning_since or 0.0))
         if found.passed_over != self._passed_over:
             self._passed_over = found.passed_over
             if found.passed_over:

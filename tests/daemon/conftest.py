@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -24,15 +26,18 @@ from fusewire.daemon.client import Control, Subscriber, Trainer
 from fusewire.daemon.errors import FusewireError
 from fusewire.daemon.ledger import Ledger
 from fusewire.daemon.progress import Coverage
+from fusewire.daemon.records import Entry
 from fusewire.daemon.roster import Policy
 from fusewire.daemon.stimuli import (
     Commit,
     Committed,
+    Discard,
     Inspected,
     Instruction,
     Ordered,
     Placed,
     Publish,
+    Record,
     Reply,
     Seen,
     Stimulus,
@@ -40,12 +45,24 @@ from fusewire.daemon.stimuli import (
     Verify,
 )
 
+from .zygote import Forked, Zygote
+
 CHECKPOINTS = Path(demo.__file__).parent / "checkpoints"
 TIMEOUT = 30.0
 
 
+@functools.cache
+def zygote() -> Zygote:
+    """What forks daemons, one for each process of tests."""
+    made = Zygote()
+    atexit.register(made.close)
+    return made
+
+
 class RunningDaemon:
     """`fusewire run` in a process of its own."""
+
+    process: Forked | subprocess.Popen[bytes]
 
     def __init__(
         self, root: Path, family: str, settings: dict[str, Any], prefix: Sequence[str] = (), **popen: Any
@@ -69,6 +86,7 @@ class RunningDaemon:
             "socket": {"endpoint": "ipc://ingest.sock"},
             "events": {"endpoint": "ipc://events.sock", "heartbeat_interval": 0.5},
             "control": {"endpoint": "ipc://control.sock"},
+            "state": {"path": "state"},
             "metrics": {"port": 0},
             "loader": {"non_temporal": False},  # a second start for each daemon would take longer than it saves
         }
@@ -78,6 +96,9 @@ class RunningDaemon:
 
     def start(self) -> None:
         """Start the process; it need not be up yet."""
+        if not self._popen and not self._prefix and b"non_temporal = false" in self.config_path.read_bytes():
+            self.process = zygote().start(["run", "--config", str(self.config_path)], os.environ, self.log_path)
+            return
         environment = os.environ | self._popen.get("env", {})
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
@@ -261,6 +282,9 @@ class Driver:
         self.now = 0.0
         self.leased = 0
         """Leases on the generation before, at each commit."""
+        self.written: list[Entry] = []
+        """What has been asked to be written down, and the numbers of the shards that may be thrown away."""
+        self.discarded: list[int] = []
         self.versions_follow = True
         """Whether a loader verifies and commits at once what it is told to."""
 
@@ -268,6 +292,9 @@ class Driver:
         self.now = max(self.now, stimulus.now)
         out = self.ledger.handle(stimulus)
         self.ledger.validate()
+        self.written += [entry for one in out if isinstance(one, Record) for entry in one.entries]
+        self.discarded += [number for one in out if isinstance(one, Discard) for number in one.numbers]
+        out = [one for one in out if not isinstance(one, Record | Discard)]
         if self.versions_follow:
             for instruction in list(out):
                 if isinstance(instruction, Verify):

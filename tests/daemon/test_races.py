@@ -259,7 +259,7 @@ def test_whatever_is_done_to_a_file_while_it_is_loaded(
     contents: Contents, vandal: Vandal, tmp_path: Path, deed: str, leases: bool
 ) -> None:
     path = tmp_path / "shard.safetensors"
-    dice = random.Random(f"{deed} {leases}")  # noqa: S311 - moments, not secrets
+    dice = random.Random(f"{deed} {leases}")
     benches = [Bench(contents, 2, leases=leases), Bench(contents, 1, leases=leases)]
     live: list[int | None] = [0, 0]
     outcomes: Counter[str] = Counter()
@@ -292,7 +292,7 @@ def test_whatever_is_done_to_the_files_of_a_daemon(
         loader={"leases": leases, "block_bytes": 65536},
         folder={"settle": 0.05, "incomplete_after": 0.2},
     )
-    dice = random.Random(f"daemon {leases}")  # noqa: S311 - moments, not secrets
+    dice = random.Random(f"daemon {leases}")
 
     def drop(version: int, which: int) -> Path:
         aside, step = tmp_path / "aside", daemon.shards / f"step_{version}"

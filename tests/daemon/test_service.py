@@ -36,7 +36,7 @@ def tokens(golden: dict[str, Tensor]) -> tuple[list[int], list[int]]:
 
 def deal(tensors: dict[str, Tensor], seed: int) -> list[dict[str, Tensor]]:
     """Cut a checkpoint into small shards, shuffled; halves of a pair fall where they fall."""
-    dice = random.Random(seed)  # noqa: S311 - a shuffle, not a secret
+    dice = random.Random(seed)
     names = dice.sample(sorted(tensors), len(tensors))
     shards = []
     while names:

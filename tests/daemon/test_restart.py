@@ -1,0 +1,294 @@
+"""Killed and started again: the daemon comes back to what was live, by itself, or says what it lacks."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fusewire.daemon import wire
+from fusewire.model import DeepseekV2Config, DeepseekV2ForCausalLM
+from fusewire.model.generation import digest
+
+from .conftest import CHECKPOINTS, RunningDaemon, StartDaemon
+
+Tensors = dict[str, Tensor]
+Golden = Callable[[str], Tensors]
+BASE = {"model": {"checkpoint": str(CHECKPOINTS / "v2")}}
+
+
+@pytest.fixture(scope="module")
+def base(checkpoint_tensors: Golden) -> Tensors:
+    return checkpoint_tensors("v2")
+
+
+@pytest.fixture(scope="module")
+def cold() -> Callable[[Tensors], str]:
+    """Digest of one cold load."""
+    config = DeepseekV2Config.from_file(CHECKPOINTS / "v2/config.json")
+    model = DeepseekV2ForCausalLM(config, dtype=torch.float32)
+
+    def load(tensors: Tensors) -> str:
+        model.load_weights(tensors.items())
+        return digest(model.generation)[0]
+
+    return load
+
+
+def ready(daemon: RunningDaemon, version: int | None = None) -> tuple[int | None, str]:
+    """Wait until it is ready, and a version is live; return that and the digest of all weights."""
+    daemon.wait_up()
+    daemon.wait_status(lambda s: s.state == "ready" and version in {None, s.version})
+    with daemon.control() as control:
+        found = control.digest()
+    return found.version, found.digest
+
+
+def again(daemon: RunningDaemon) -> tuple[int | None, str]:
+    daemon.kill()
+    daemon.start()
+    return ready(daemon)
+
+
+def pick(tensors: Tensors, *parts: str, plus: float = 1.0) -> Tensors:
+    """Changed tensors: those whose names hold one of the parts."""
+    return {name: tensor + plus for name, tensor in tensors.items() if any(part in name for part in parts)}
+
+
+def drop(daemon: RunningDaemon, folder: str, *shards: Tensors) -> None:
+    place = daemon.shards / folder
+    place.mkdir(exist_ok=True)
+    for number, shard in enumerate(shards):
+        save_file(shard, place / f"{number}.safetensors")
+    time.sleep(0.005)
+    (place / "STABLE").touch()
+
+
+def push(daemon: RunningDaemon, version: int | None, *shards: Tensors, commit: bool = True) -> list[wire.Answer]:
+    with daemon.trainer() as trainer:
+        answers = [trainer.push_tensors(shard, version=version) for shard in shards]
+        if commit and version is not None:
+            answers.append(trainer.commit(version))
+    return answers
+
+
+@pytest.fixture
+def chained(start_daemon: StartDaemon, base: Tensors) -> tuple[RunningDaemon, Tensors]:
+    """Live weights that rest on the base checkpoint, a pushed version, a file and a pushed rolling shard."""
+    daemon = start_daemon(**BASE)
+    ready(daemon)
+    one = pick(base, "layers.0.")
+    push(daemon, 1, one)
+    ready(daemon, 1)
+    two = pick(base, "layers.1.self_attn", plus=2.0)
+    drop(daemon, "step_2", two)
+    ready(daemon, 2)
+    rolling = pick(base, "layers.0.self_attn", plus=3.0)
+    (answer,) = push(daemon, None, rolling)
+    assert answer.durability == "spool"
+    daemon.wait_status(lambda s: s.version is None)
+    return daemon, base | one | two | rolling
+
+
+def test_live_weights_that_rest_on_many_shards(
+    chained: tuple[RunningDaemon, Tensors], cold: Callable[[Tensors], str]
+) -> None:
+    daemon, expected = chained
+    assert ready(daemon) == (None, cold(expected))
+    for _ in range(2):
+        assert again(daemon) == (None, cold(expected))
+        status = daemon.status()
+        assert not status.rejected
+        assert status.health["journal"] == status.health["spool"] == "ok"
+    stale = push(daemon, 2, pick(expected, "layers.0."), commit=False)[0]
+    assert (stale.status, stale.reason) == ("rejected", "stale_version"), "what is over stays over"
+
+
+def test_what_is_not_live_yet_waits_for_the_rest(
+    start_daemon: StartDaemon, base: Tensors, cold: Callable[[Tensors], str]
+) -> None:
+    """Half of a version by either way, a kill, and the other half: nothing is sent twice."""
+    daemon = start_daemon(**BASE)
+    before = ready(daemon)
+    push(daemon, 5, pick(base, "q_a_proj", plus=5.0), commit=False)
+    (daemon.shards / "step_5").mkdir()
+    save_file(pick(base, "layers.1.mlp", plus=5.0), daemon.shards / "step_5/a.safetensors")
+    daemon.wait_status(lambda s: s.counters["shards_applied"] == 6 + 2)
+    assert again(daemon) == before
+    daemon.wait_status(lambda s: len(s.pending) == 3)
+    push(daemon, 5, pick(base, "kv_a_proj", plus=5.0))
+    expected = base | pick(base, "q_a_proj", "kv_a_proj", "layers.1.mlp", plus=5.0)
+    assert ready(daemon, 5) == (5, cold(expected))
+    assert again(daemon) == (5, cold(expected))
+
+
+def test_a_commit_that_was_accepted_counts(
+    start_daemon: StartDaemon, base: Tensors, cold: Callable[[Tensors], str]
+) -> None:
+    daemon = start_daemon(**BASE)
+    ready(daemon)
+    with daemon.trainer() as trainer:
+        told = trainer.commit(4, sorted(pick(base, "layers.2.")))
+        assert told.status == "accepted"
+        trainer.push_tensors(pick(base, "layers.2.mlp", plus=4.0), version=4)
+    again(daemon)
+    push(daemon, 4, pick(base, "layers.2.self_attn", plus=4.0), commit=False)
+    missing = daemon.wait_status(lambda s: any(v.version == 4 and v.missing_count for v in s.versions))
+    assert next(v for v in missing.versions if v.version == 4).missing_count == 2, "two layernorms"
+    push(daemon, 4, pick(base, "layers.2.", plus=4.0), commit=False)
+    assert ready(daemon, 4) == (4, cold(base | pick(base, "layers.2.", plus=4.0)))
+
+
+def test_a_rollback_is_remembered(start_daemon: StartDaemon, base: Tensors) -> None:
+    daemon = start_daemon(**BASE, versions={"retention": "delete"})
+    ready(daemon)
+    drop(daemon, "step_1", {name: tensor + 1 for name, tensor in base.items()})
+    first = ready(daemon, 1)
+    drop(daemon, "step_2", {name: tensor + 2 for name, tensor in base.items()})
+    ready(daemon, 2)
+    with daemon.control() as control:
+        control.rollback()
+    assert ready(daemon, 1) == first
+    assert again(daemon) == first
+    assert daemon.status().version == 1, "the files of version 2 are there, and it stays rolled back"
+    drop(daemon, "step_3", {name: tensor + 3 for name, tensor in base.items()})
+    ready(daemon, 3)
+    push(daemon, 4, pick(base, "layers.0."), commit=False)  # from now on there is no way back to version 1
+    deadline = time.monotonic() + 20
+    while (daemon.shards / "step_1").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert (daemon.shards / "step_3").exists()
+
+
+def test_what_can_not_be_restored_is_named_and_waited_for(
+    chained: tuple[RunningDaemon, Tensors], cold: Callable[[Tensors], str], tmp_path: Path
+) -> None:
+    daemon, expected = chained
+    shard, away = daemon.shards / "step_2/0.safetensors", tmp_path / "away"
+    times = shard.stat()
+    shutil.copy2(shard, away)
+    daemon.kill()
+    shard.rename(tmp_path / "original")
+    daemon.start()
+    daemon.wait_up()
+    status = daemon.wait_status(lambda s: any("deleted" in w.why for w in s.waiting_shards))
+    assert status.state == "starting"
+    (waiting,) = [w for w in status.waiting_shards if w.shard == "step_2/0.safetensors"]
+    assert waiting.why.startswith("needed to restore the rolling version, and can't be read: deleted")
+    assert any(line["event"] == "restore.missing" and "step_2" in line["shard"] for line in daemon.log())
+
+    save_file(pick(expected, "layers.1.self_attn", plus=9.0), shard)  # another file of that name
+    os.utime(shard, ns=(times.st_atime_ns, times.st_mtime_ns + 1))
+    daemon.wait_status(lambda s: any("another file" in w.why for w in s.waiting_shards))
+
+    shard.unlink()
+    (tmp_path / "original").rename(shard)
+    assert ready(daemon) == (None, cold(expected)), "it comes back by itself"
+    assert not daemon.status().waiting_shards
+
+
+def test_a_whole_version_makes_up_for_what_is_lost(
+    start_daemon: StartDaemon, base: Tensors, cold: Callable[[Tensors], str]
+) -> None:
+    daemon = start_daemon(**BASE, versions={"stale_after": 0.5})
+    ready(daemon)
+    drop(daemon, "step_1", pick(base, "layers.0."))
+    ready(daemon, 1)
+    daemon.kill()
+    (daemon.shards / "step_1/0.safetensors").unlink()
+    daemon.start()
+    daemon.wait_up()
+    daemon.wait_status(lambda s: any("deleted" in w.why for w in s.waiting_shards))
+    new = {name: tensor + 2 for name, tensor in base.items()}
+    push(daemon, 2, new)
+    assert ready(daemon, 2) == (2, cold(new))
+    assert again(daemon) == (2, cold(new))
+
+
+def test_in_memory_only(start_daemon: StartDaemon, base: Tensors) -> None:
+    daemon = start_daemon(**BASE, socket={"durability": "memory"})
+    ready(daemon)
+    answers = push(daemon, 1, pick(base, "layers.0."))
+    assert [a.durability for a in answers] == ["memory", None]
+    ready(daemon, 1)
+    daemon.kill()
+    daemon.start()
+    daemon.wait_up()
+    status = daemon.wait_status(lambda s: any("push a whole version" in w.why for w in s.waiting_shards))
+    assert status.state == "starting"
+
+
+def test_without_a_journal(start_daemon: StartDaemon, base: Tensors) -> None:
+    daemon = start_daemon(**BASE, state={"path": ""})
+    before = ready(daemon)
+    answers = push(daemon, 1, pick(base, "layers.0."))
+    assert answers[0].durability == "memory"
+    ready(daemon, 1)
+    assert again(daemon) == before
+    assert not (daemon.root / "state").exists()
+
+
+@pytest.mark.parametrize("generations", [1, 2])
+def test_fp8_and_one_generation(start_daemon: StartDaemon, checkpoint_tensors: Golden, generations: int) -> None:
+    family = "v3_fp8" if (CHECKPOINTS / "v3_fp8").exists() else "v3"
+    daemon = start_daemon(family, model={"checkpoint": str(CHECKPOINTS / family), "generations": generations})
+    ready(daemon)
+    tensors = checkpoint_tensors(family)
+    part = {name: tensor for name, tensor in tensors.items() if "layers.0.self_attn" in name}
+    part = {name: (t.flip(0) if t.dtype == torch.float32 else t) for name, t in part.items()}
+    push(daemon, 3, part)
+    before = ready(daemon, 3)
+    assert again(daemon) == before
+
+
+def test_files_whose_outcome_is_known_are_not_read_again(start_daemon: StartDaemon, base: Tensors) -> None:
+    daemon = start_daemon(**BASE)
+    ready(daemon)
+    drop(daemon, "step_1", pick(base, "layers.0."))
+    ready(daemon, 1)
+    (daemon.shards / "step_1/broken.safetensors").write_bytes(b"nothing")
+    drop(daemon, "step_0", pick(base, "layers.0.", plus=7.0))
+    daemon.wait_status(lambda s: s.counters["shards_rejected"] >= 2)
+    again(daemon)
+    time.sleep(1.5)  # a scan, and one more
+    status = daemon.status()
+    assert status.counters["shards_rejected"] == 0
+    os.utime(daemon.shards / "step_1/broken.safetensors")
+    daemon.wait_status(lambda s: s.counters["shards_rejected"] == 1)
+
+
+def test_the_spool_is_cleaned(start_daemon: StartDaemon, base: Tensors) -> None:
+    daemon = start_daemon(**BASE)
+    ready(daemon)
+    spool = daemon.root / "state/spool"
+    for version in range(1, 8):
+        push(daemon, version, pick(base, "layers.0.", plus=version), pick(base, "layers.1.", plus=version))
+        ready(daemon, version)
+    deadline = time.monotonic() + 20
+    while len(list(spool.iterdir())) > 4:  # of the live version and of the one before
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    push(daemon, 8, pick(base, "layers.2."), commit=False)
+    with daemon.control() as control:
+        control.abort(8)
+    while len(list(spool.iterdir())) > 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    before = ready(daemon)
+    assert again(daemon) == before
+
+
+def test_a_second_daemon_on_the_same_state(start_daemon: StartDaemon) -> None:
+    first = start_daemon(**BASE)
+    second = start_daemon(up=False, state={"path": str(first.root / "state")})
+    assert second.process.wait(30) == 1
+    assert f"another fusewire (process {first.process.pid})" in second.log_path.read_text()
+    assert first.status().health["journal"] == "ok"
