@@ -27,6 +27,7 @@ from .metrics import Metrics
 from .progress import Coverage
 from .publisher import Publisher
 from .retention import Retention
+from .ring import ring_for
 from .roster import Policy
 from .router import Router
 from .settings import Settings
@@ -143,7 +144,12 @@ def assemble(settings: Settings) -> Parts:
                 policy=policy_of(settings),
                 stream_limit=settings.socket.streams,
             ),
-            loader=Loader(model, settings, mailbox.put),
+            loader=Loader(
+                model,
+                settings,
+                mailbox.put,
+                ring_for(model.device, settings.loader.ring_bytes, settings.loader.threads),
+            ),
             generator=Generator(
                 model,
                 settings.control.generate_queue,
