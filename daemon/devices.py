@@ -55,6 +55,23 @@ class Device(Protocol):
         """Give everything back, within a bounded time."""
 
 
+def pinned(nbytes: int) -> tuple[torch.Tensor, str]:
+    """Allocate pinned host memory; where that is refused, pageable memory, which the driver copies once more.
+
+    Returns:
+        The memory, and a note if it is the latter.
+    """
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True), ""
+    except RuntimeError as error:
+        why = str(error).partition("\n")[0]
+        note = (
+            f"{nbytes} bytes of host memory can't be pinned ({why}), so that copies to the device take about twice as "
+            "long. Allow it (LimitMEMLOCK=infinity), or lower loader.ring_bytes"
+        )
+        return torch.empty(nbytes, dtype=torch.uint8), note
+
+
 class CudaEvent:
     """An event of CUDA on one stream."""
 
@@ -83,16 +100,8 @@ class CudaDevice:
         self._stream = torch.cuda.Stream(device)
 
     def host(self, nbytes: int) -> tuple[torch.Tensor, str]:
-        """See `Device`: pinned memory; where the driver refuses it, pageable memory, which it copies once more."""
-        try:
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True), ""
-        except RuntimeError as error:
-            why = str(error).partition("\n")[0]
-            note = (
-                f"{nbytes} bytes of host memory can't be pinned ({why}), so that copies to {self._device} take about "
-                "twice as long. Allow it (LimitMEMLOCK=infinity), or lower loader.ring_bytes"
-            )
-            return torch.empty(nbytes, dtype=torch.uint8), note
+        """See `Device`."""
+        return pinned(nbytes)
 
     def memory(self, nbytes: int) -> torch.Tensor:
         """See `Device`. Taken on the own stream, whose part of torch's memory no other stream's kernels still use."""

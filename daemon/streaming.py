@@ -152,7 +152,8 @@ class Stream:
         if self._transfer is not None and not compare:
             self._transfer.put(piece[:whole], first * itemsize, copy.dtype, destination)
             return
-        values = torch.from_numpy(np.ascontiguousarray(piece[:whole])).view(TORCH_DTYPES[copy.dtype])
+        writable = np.require(piece[:whole], requirements=["C", "W"])  # torch warns of memory that it may not write
+        values = torch.from_numpy(writable).view(TORCH_DTYPES[copy.dtype])
         if not compare:
             destination.write(first, values)
         elif not self._holds(destination, first, values):
