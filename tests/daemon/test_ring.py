@@ -62,6 +62,7 @@ class Mood:
             time.sleep(self._dice.choice([0, 0, 0, 0.0002, 0.001]))
         self.fails_in -= 1
         if self.fails_in == -1:
+            time.sleep(0.05)  # late: after all has been sent
             raise OSError("an illegal address")
 
 
@@ -561,6 +562,17 @@ def test_a_device_that_fails_is_told_and_the_next_try_succeeds(chunks: bool, che
         assert bench.loader.health() == "ok"
 
         assert isinstance(send(), Placed)
+        assert_told_in_place(bench, tensors)
+
+
+def test_a_stream_whose_last_copy_fails_is_refused(checkpoint_tensors: Golden) -> None:
+    mood = Mood()
+    mood.fails_in = 0
+    with loading(mood) as bench:
+        tensors = {NORM: checkpoint_tensors("v2")[NORM]}
+        refused = bench.stream(tensors, 1, lambda: 50_000)
+        assert isinstance(refused, Refused), "what was sent is not yet in place"
+        assert isinstance(bench.stream(tensors, 1, lambda: 50_000), Placed)
         assert_told_in_place(bench, tensors)
 
 
