@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fusewire.daemon import copying, demo
 from fusewire.daemon.copying import Copier, Copy
-from fusewire.daemon.devices import DeviceError, HostDevice, pinned
+from fusewire.daemon.devices import CudaDevice, DeviceError, HostDevice, pinned
 from fusewire.daemon.errors import Reason, ShardRejected
 from fusewire.daemon.loader import Consumed, Loader, Source, Wanted
 from fusewire.daemon.payload import Bytes, BytesPayload, HeadPayload
@@ -388,6 +388,13 @@ def test_memory_that_can_not_be_pinned_is_pageable_and_says_so() -> None:
 
     assert memory.nbytes == 4096
     assert "LimitMEMLOCK" in note
+
+
+def test_the_stand_in_has_what_the_device_has() -> None:
+    """Both are called by the same names; the type checker says the rest."""
+    public = [{name for name in dir(kind) if not name.startswith("_")} for kind in (CudaDevice, HostDevice)]
+
+    assert public[0] == public[1]
 
 
 @pytest.mark.parametrize(("megabytes", "threads"), [(16, 1), (128, 2), (128, 8), (128, 64), (100, 7), (4096, 2)])
