@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types test-gpu run bench-quick bench clean
+.PHONY: help demo test lint types test-gpu run bench-quick bench bench-gpu clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target text; do printf '%-20s %s\n' "$$target" "$$text"; done
@@ -45,6 +45,9 @@ bench: $(STAMP) ## benchmarks; prints ratios to a memcpy measured in the same ru
 	$(BIN)/python benchmarks/versions.py
 	$(BIN)/python benchmarks/ingest.py
 	$(BIN)/python benchmarks/latency.py
+
+bench-gpu: $(STAMP) ## from files to a GPU, beside a plain copy from pinned memory; needs a CUDA device
+	$(BIN)/python benchmarks/gpu.py
 
 clean: ## remove everything that these targets made, .venv too
 	rm -rf $(VENV) build dist run *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis benchmarks/results

@@ -67,13 +67,13 @@ class Daemon:
 
 
 @contextlib.contextmanager
-def daemon(config: Mapping[str, object], *, where: str | None = None) -> Iterator[Daemon]:
+def daemon(config: Mapping[str, object], *, where: str | None = None, settings: str = SETTINGS) -> Iterator[Daemon]:
     """Run a daemon with an empty model of this config.json, in a temporary folder under ``where``."""
     with tempfile.TemporaryDirectory(prefix="fusewire-bench-", dir=where) as folder:
         root = Path(folder)
         (root / "shards").mkdir()
         (root / "config.json").write_text(json.dumps(config))
-        (root / "fusewire.toml").write_text(SETTINGS)
+        (root / "fusewire.toml").write_text(settings)
         process = subprocess.Popen(
             [sys.executable, "-m", "fusewire.daemon", "run", "--config", str(root / "fusewire.toml")],
             env=os.environ | {"GLIBC_TUNABLES": TUNABLES},

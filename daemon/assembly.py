@@ -29,6 +29,7 @@ from .metrics import Metrics
 from .progress import Coverage
 from .publisher import Publisher
 from .retention import Retention
+from .ring import ring_for
 from .roster import Policy
 from .router import Router
 from .settings import Settings
@@ -155,7 +156,13 @@ def assemble(settings: Settings) -> Parts:
                 stream_limit=settings.socket.streams,
                 keep_pushed=spool is not None and settings.socket.durability == "spool",
             ),
-            loader=Loader(model, settings, mailbox.put, spool),
+            loader=Loader(
+                model,
+                settings,
+                mailbox.put,
+                ring=ring_for(model.device, settings.loader.ring_bytes, settings.loader.threads),
+                spool=spool,
+            ),
             generator=Generator(
                 model,
                 settings.control.generate_queue,

@@ -39,6 +39,7 @@ from . import events, wire
 from .copying import Copier, Copy
 from .errors import Reason, ShardNotReady, ShardRejected, printable
 from .payload import Bytes, BytesPayload, HeadPayload, Payload
+from .ring import Ring
 from .settings import Settings
 from .shard import TensorEntry
 from .spool import Spool, Spooled
@@ -179,6 +180,7 @@ class Loader:
         model: The resident model; only this thread changes its weights.
         settings: Limits and the number of copy threads.
         sink: Takes each outcome; must not block.
+        ring: The way to the model's device, if it has one. Closed at the end.
         spool: Where to keep what clients push.
     """
 
@@ -187,6 +189,7 @@ class Loader:
         model: DeepseekV2ForCausalLM,
         settings: Settings,
         sink: Callable[[Told], None],
+        ring: Ring | None = None,
         spool: Spool | None = None,
     ) -> None:
         self.model = model
@@ -195,7 +198,7 @@ class Loader:
         self._unleased_bytes = settings.limits.unleased_bytes
         self._checks = settings.versions
         self._sink = sink
-        self._copier = Copier(settings.loader.threads, settings.loader.block_bytes, self._advance, self._wake)
+        self._copier = Copier(settings.loader.threads, settings.loader.block_bytes, self._advance, self._wake, ring)
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._next: deque[_Job | None] = deque()
         """Taken from the queue already, to be done before all others."""
@@ -564,7 +567,8 @@ class Loader:
         update = self._begin(shard.plan, version, name)
         entries = {entry.name: entry for entry in header.tensors}
         compared, new = _copies(entries, update.compared), _copies(entries, update.destinations)
-        return Stream(shard.plan, version, header.nbytes, compared, shard.xxh3, update=update, new=new)
+        way = self._copier.transfer(new)
+        return Stream(shard.plan, version, header.nbytes, compared, shard.xxh3, update=update, new=new, transfer=way)
 
     def _feed(self, key: str, data: Bytes, slot: int | None, frame: object) -> None:
         stream = self._streams.get(key)
@@ -669,8 +673,7 @@ class Loader:
 
     def _compare(self, key: str, version: int | None) -> ShardStimulus | None:
         """The version is live: the same bytes again are fine, anything else is refused."""
-        begin = time.monotonic()
-        shard = self._open[key]
+        begin, shard = time.monotonic(), self._open[key]
         destinations, new = self.model.live_repeats(shard.plan, version)
         if new:
             detail = f"version {version} is live, and was complete without {new[0]}: send it under a new version"
@@ -678,7 +681,8 @@ class Loader:
         entries = {entry.name: entry for entry in shard.payload.header.tensors}
         copies = _copies(entries, destinations)
         if isinstance(shard.payload, HeadPayload):
-            return self._receive(key, Stream(shard.plan, version, shard.payload.header.nbytes, copies, shard.xxh3))
+            nbytes, way = shard.payload.header.nbytes, self._copier.transfer(())
+            return self._receive(key, Stream(shard.plan, version, nbytes, copies, shard.xxh3, transfer=way))
         differing = self._copier.compare(shard.payload, copies)
         if differing:
             raise ShardRejected(Reason.CONFLICT, str(ConflictError(version or 0, differing)))

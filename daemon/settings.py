@@ -138,6 +138,8 @@ class Loader(_Section, frozen=True, kw_only=True):
 
     threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
     block_bytes: Annotated[int, msgspec.Meta(ge=65536)] = 4 * MIB
+    ring_bytes: Annotated[int, msgspec.Meta(ge=16 * MIB)] = 128 * MIB
+    """Pinned host memory through which bytes get to a GPU."""
     non_temporal: bool = True
     """Whether ``run`` starts itself again with glibc's threshold for copies past the caches lowered."""
     leases: bool = True

@@ -15,10 +15,11 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from fusewire.model import TORCH_DTYPES, LoadPlan, Update
+from fusewire.model import TORCH_DTYPES, Destination, LoadPlan, Update
 
 from .copying import Copy
 from .errors import Reason, ShardRejected
+from .ring import Transfer
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -34,6 +35,7 @@ class Stream:
         xxh3: Digest that the data has to have; None: none was given.
         update: What the others belong to, begun; None: all are compared.
         new: These others.
+        transfer: The way to the device that they are on; None: they are in host memory, or there is no ring.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Stream:
         *,
         update: Update | None = None,
         new: Sequence[Copy] = (),
+        transfer: Transfer | None = None,
     ) -> None:
         self.plan = plan
         self.version = version
@@ -54,6 +57,7 @@ class Stream:
         self.begun = self.heard = time.monotonic()
         """When it began, and when the last chunk came."""
         self._nbytes = nbytes
+        self._transfer = transfer
         parts = [(copy, True) for copy in compared] + [(copy, False) for copy in new]
         parts.sort(key=lambda part: part[0].start)
         self._copies = [copy for copy, _ in parts]
@@ -80,6 +84,8 @@ class Stream:
 
         Raises:
             ShardRejected: CONFLICT: they are not what the version has brought before.
+            TimeoutError: The device takes nothing.
+            DeviceError: The device failed.
         """
         if self._hash is not None:
             self._hash.update(chunk.data)
@@ -96,16 +102,22 @@ class Stream:
             self.position += take
 
     def finish(self) -> None:
-        """All bytes have come: see whether they are what the sender says. Ends the writing.
+        """All bytes have come: see whether they are what the sender says, and wait until they are in place.
 
         Raises:
             ShardRejected: DIGEST_MISMATCH.
+            TimeoutError: The device takes nothing.
+            DeviceError: The device failed.
         """
         if self._hash is not None and (found := self._hash.hexdigest()) != self._xxh3:
             raise ShardRejected(Reason.DIGEST_MISMATCH, f"its data has xxh3 {found}, the sender says {self._xxh3}")
+        if self._transfer is not None:
+            self._transfer.drain()
 
     def close(self) -> None:
-        """Let forward passes in, if any were kept out."""
+        """Nothing more comes: let go of what was held, once nothing is under way any more."""
+        if self._transfer is not None:
+            self._transfer.abandon()
         self._writing.close()
 
     def _end(self, index: int) -> int:
@@ -121,7 +133,7 @@ class Stream:
 
     def _put(self, copy: Copy, piece: Bytes, *, compare: bool) -> None:
         destination, at = copy.destination, self.position - copy.start
-        if destination.takes(copy.dtype):
+        if self._transfer is None and destination.takes(copy.dtype):
             there = destination.bytes[at : at + piece.size]
             if not compare:
                 np.copyto(there, piece)
@@ -137,11 +149,20 @@ class Stream:
         self._rest = piece[whole:].tobytes()
         if not whole:
             return
-        values = torch.from_numpy(np.ascontiguousarray(piece[:whole])).view(TORCH_DTYPES[copy.dtype])
+        if self._transfer is not None and not compare:
+            self._transfer.put(piece[:whole], first * itemsize, copy.dtype, destination)
+            return
+        writable = np.require(piece[:whole], requirements=["C", "W"])  # torch warns of memory that it may not write
+        values = torch.from_numpy(writable).view(TORCH_DTYPES[copy.dtype])
         if not compare:
             destination.write(first, values)
-        elif not destination.holds(first, values):
+        elif not self._holds(destination, first, values):
             self._conflict(copy)
+
+    def _holds(self, destination: Destination, first: int, values: torch.Tensor) -> bool:
+        if self._transfer is not None:
+            return self._transfer.holds(destination, first, values)
+        return destination.holds(first, values)
 
     def _conflict(self, copy: Copy) -> None:
         name = copy.destination.slot.name

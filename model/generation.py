@@ -35,6 +35,9 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     "F8_E4M3": torch.float8_e4m3fn,
 }
 """safetensors' name of a dtype -> torch's dtype: those that parameters and slots may have."""
+SETTLE_TIMEOUT = 300.0
+"""Seconds for which the host waits for what it has begun on a device: longer than any forward pass."""
+SETTLE_POLL = 50e-6
 SAFETENSORS_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
@@ -91,6 +94,7 @@ class Generation:
             self.parameters[name] = flat.view(spec.shape)
             if self.device.type == "cpu":
                 self._bytes[name] = whole.numpy(), flat.element_size()
+        settle(self.device)
         self.stamps: list[Stamp | None] = [None] * len(table.slots)
         self.filled = 0
         self.torn = False
@@ -180,6 +184,26 @@ def digest(
             made.update(part.cpu().numpy().data)
             nbytes += part.numel()
     return made.hexdigest(), nbytes
+
+
+def settle(device: torch.device, timeout: float = SETTLE_TIMEOUT) -> None:
+    """Wait until a device has done what this thread has begun on its current stream; host memory needs no wait.
+
+    Weights are read and written on several streams: a forward pass's, the one through which shards come in. What orders
+    them is the host, which lets go of weights (ends a lease, opens the gate, stamps a slot) only after it has waited.
+
+    Raises:
+        TimeoutError: It was not done in ``timeout`` seconds.
+    """
+    if device.type != "cuda":
+        return
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    deadline = time.monotonic() + timeout
+    while not event.query():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{device} has not done what it was given for {timeout:g} s")
+        time.sleep(SETTLE_POLL)
 
 
 def storage_layout(table: SlotTable) -> tuple[dict[str, int], int]:

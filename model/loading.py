@@ -24,7 +24,7 @@ from .errors import ConflictError, StaleError
 from .fp8 import dequantize
 from .fusion import ExpiredHalf, FusionCache, PendingHalf
 from .gate import Gate
-from .generation import TORCH_DTYPES, Bytes, Generation, Stamp
+from .generation import TORCH_DTYPES, Bytes, Generation, Stamp, settle
 from .names import SCALE_LEAF, Group, LoadPlan, Slot
 from .staging import StagingError
 
@@ -78,9 +78,18 @@ class Destination:
         view: Bytes = self._copy.view(torch.uint8).numpy()
         return view
 
+    @property
+    def waits(self) -> bool:
+        """Whether this is a buffer in which the tensor waits: memory that has been somebody else's before."""
+        return self._copy is not None
+
     def takes(self, dtype: str) -> bool:
         """Whether values of this safetensors dtype may be copied as bytes, through `bytes`."""
-        if self.scale is not None or self._generation.device.type != "cpu":
+        return self._generation.device.type == "cpu" and self.alike(dtype)
+
+    def alike(self, dtype: str) -> bool:
+        """Whether values of this safetensors dtype have the same bytes here as in the checkpoint."""
+        if self.scale is not None:
             return False
         if self._copy is not None:
             return self._copy.dtype == TORCH_DTYPES[dtype]
@@ -101,7 +110,8 @@ class Destination:
         if self.scale is None:
             return values
         columns = self.slot.shape[-1]
-        return dequantize(values.view(-1, columns), self.scale, first // columns).view(-1)
+        raw = values.to(self.scale.device).view(-1, columns)
+        return dequantize(raw, self.scale, first // columns).view(-1)
 
     def write(self, first: int, values: torch.Tensor) -> None:
         """Put some of the checkpoint's values in place; see `worth`."""
@@ -240,6 +250,8 @@ class Update:
         if self._state != "writing":
             raise RuntimeError(f"the update is {self._state}, not writing")
         from_cache = self._place_waiting(scales=False)  # what can fail comes first: it may still be aborted
+        if from_cache:
+            settle(self._weights.generation.device)  # a layer is told of only once its bytes are in place
         self._move("writing", "finished")
         generation, cache, version = self._weights.generation, self._weights.fusion, self._version
         stamp = Stamp(version, self._source, self._weights.clock(), self._weights.stage)
@@ -430,6 +442,7 @@ def place_alone(weights: Weights, version: int | None, timeout: float) -> tuple[
                 generation.clear(half.slot)
                 generation.rows(half.slot).copy_(half.tensor)
                 nbytes += half.tensor.nbytes
+            settle(generation.device)
             for slot in members.slots:
                 generation.stamp(slot, stamp)
             cache.forget(version, group)

@@ -7,7 +7,6 @@ import hashlib
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ from .errors import ConflictError, NotReadyError, Offender, WeightsError
 from .finite import NotFinite, not_finite
 from .fusion import ExpiredHalf, FusionCache, PendingHalf
 from .gate import Gate
-from .generation import SAFETENSORS_DTYPES, Generation, digest, storage_layout
+from .generation import SAFETENSORS_DTYPES, Generation, digest, settle, storage_layout
 from .loading import Destination, LoadReport, Update, Weights, alone, groups_whole, place_alone, repeats
 from .names import LoadPlan, SlotTable, TensorMeta, names_by_layer
 from .rope import Rope
@@ -146,7 +145,20 @@ class DeepseekV2ForCausalLM:
         try:
             yield Lease(index, self.staging.generations[index].version)
         finally:
+            # On a GPU the host runs ahead of the kernels that it has begun, and they still read these weights. If they
+            # hang, so does the lease: nobody may write what they may be reading.
+            settle(self.device)
             self.staging.leases.end(index, token)
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Keep updates in place off during a forward pass, until the device has done it."""
+        with self.gate.reading(GATE_TIMEOUT):
+            try:
+                yield
+            finally:
+                if self.staging.in_place:  # with two, the lease keeps them off
+                    settle(self.device)
 
     @torch.inference_mode()
     def __call__(self, token_ids: Tensor) -> Tensor:
@@ -162,7 +174,7 @@ class DeepseekV2ForCausalLM:
             NotReadyError: Weights are missing; the message counts them by layer.
         """
         cache = self._cache(token_ids.shape[0], token_ids.shape[1])
-        with self.lease() as lease, self.gate.reading(GATE_TIMEOUT):
+        with self.lease() as lease, self._reading():
             return self._forward(lease.generation, token_ids, cache)
 
     @torch.inference_mode()
@@ -201,7 +213,7 @@ class DeepseekV2ForCausalLM:
             token_ids,
             max_new_tokens=max_new_tokens,
             eos_token_id=self.config.eos_token_id,
-            hold=partial(self.gate.reading, GATE_TIMEOUT),
+            hold=self._reading,
             deadline=deadline,
             cancelled=cancelled,
         )
@@ -374,6 +386,7 @@ class DeepseekV2ForCausalLM:
             with update.writing(GATE_TIMEOUT):
                 for destination in update.destinations:
                     destination.write(0, tensors[destination.slot.name].reshape(-1).to(self.device))
+                settle(self.device)
                 return self.finish(update)
         except BaseException:
             self._untold += update.expired

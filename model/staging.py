@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .generation import Generation, Stamp
+from .generation import Generation, Stamp, settle
 from .leases import Held, Leases
 from .names import Slot
 
@@ -166,6 +166,7 @@ class Staging:
                     stamp = live.stamps[slot.index]
                     assert stamp is not None
                     staged.stamp(slot, stamp)
+            settle(staged.device)  # whoever reads it next may do so on another stream
             copied = len(differing)
         fused = []
         for layer, fusion in staged.table.fusions.items():
