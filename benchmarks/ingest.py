@@ -204,7 +204,7 @@ def main() -> int:
                 other = "beside one that has stopped half way" if stalled else ""
                 print(f"  {how:14} {rate / 1e9:5.2f} GB/s, memory {extra / 1e6:+7.1f} MB {other}")
                 records.append({"way": how, "stalled": stalled, "bytes_per_second": rate, "extra_bytes": extra})
-    print(f"\nwritten to {save('ingest', records)}")
+    print(f"\nwritten to {save('ingest', records, quick=arguments.quick)}")
     os._exit(0)  # the clients' threads have nothing left to say
 
 

@@ -9,7 +9,6 @@ weights, and the time from its start until it answers.
 from __future__ import annotations
 
 import argparse
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 from folder import V2
-from harness import Daemon, daemon, machine, private_bytes, save, with_tunables
+from harness import Daemon, cpu_seconds, daemon, machine, percentile, private_bytes, save, with_tunables
 from safetensors.torch import save as serialize
 from safetensors.torch import save_file
 
@@ -29,12 +28,6 @@ from fusewire.model import DeepseekV2Config, DeepseekV2ForCausalLM, SlotTable
 SMALL = "model.norm.weight"
 CONFIG = V2 | {"hidden_size": 8192}
 """So that the final norm is one tensor of 16 KB."""
-TICKS = os.sysconf("SC_CLK_TCK")
-
-
-def percentile(values: list[float], share: float) -> float:
-    """Return a percentile, in the values' unit."""
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
 class Applied:
@@ -104,12 +97,6 @@ def stream(running: Daemon, large: Path, stop: threading.Event, landed: list[int
             path.unlink()
 
 
-def cpu_seconds(pid: int) -> float:
-    """Return the CPU time of a process."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS
-
-
 def main() -> int:
     """Run everything and print it."""
     with_tunables()
@@ -158,7 +145,7 @@ def main() -> int:
         beyond = private_bytes(running) - 2 * DeepseekV2ForCausalLM.nbytes(config)
         print(f"\nidle: {share:.2%} of a core; {beyond / 1e6:.0f} MB beyond two generations; up after {started:.2f} s")
         records.append({"idle_cpu": share, "beyond_bytes": beyond, "start_seconds": started})
-    print(f"written to {save('latency', records)}")
+    print(f"written to {save('latency', records, quick=quick)}")
     return 0
 
 
