@@ -105,7 +105,7 @@ def main() -> int:
     quick = parser.parse_args().quick
     rounds, idle_seconds = (60, 5) if quick else (400, 30)
     print(machine())
-    raw = CONFIG | {"n_routed_experts": 4} if quick else CONFIG
+    raw = CONFIG | {"n_routed_experts": 6} if quick else CONFIG
     config = DeepseekV2Config.from_dict(raw)
     slots = SlotTable.build(config).slots
     small = serialize({SMALL: torch.ones(slots[SMALL].shape, dtype=torch.bfloat16)})
@@ -139,6 +139,7 @@ def main() -> int:
         streaming.join()
         rate = len(landed) * nbytes / (time.perf_counter() - begin)
         print(f"  meanwhile {len(landed)} large shards came, {rate / 1e9:.1f} GB/s")
+        records.append({"meanwhile_bytes_per_second": rate, "meanwhile_shards": len(landed)})
         time.sleep(2)
         before = cpu_seconds(running.pid)
         time.sleep(idle_seconds)
