@@ -167,11 +167,11 @@ def stall(running: Daemon, stopped: threading.Event, shared: bool) -> None:
 
 def main() -> int:
     """Run everything and print it."""
-    with_tunables()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--quick", action="store_true", help="3 rounds")
     arguments = parser.parse_args()
+    with_tunables()
     rounds = 3 if arguments.quick else arguments.rounds
     print(machine())
     records: list[dict[str, Any]] = []

@@ -99,10 +99,10 @@ def stream(running: Daemon, large: Path, stop: threading.Event, landed: list[int
 
 def main() -> int:
     """Run everything and print it."""
-    with_tunables()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer rounds, a smaller model")
     quick = parser.parse_args().quick
+    with_tunables()
     rounds, idle_seconds = (60, 5) if quick else (400, 30)
     print(machine())
     raw = CONFIG | {"n_routed_experts": 6} if quick else CONFIG
