@@ -134,7 +134,7 @@ class Fusewire:
         begin = time.perf_counter()
         os.close(descriptor)
         for event in self._subscriber.events(timeout=EVENT_TIMEOUT):
-            if isinstance(event, ShardRefused):
+            if isinstance(event, ShardRefused) and event.shard == name:
                 raise SystemExit(f"rejected: {event.message}")
             if isinstance(event, ShardApplied) and event.shard == name:
                 seconds = time.perf_counter() - begin
