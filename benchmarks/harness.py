@@ -143,11 +143,17 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 class Memcpy:
-    """The floor: the same number of bytes, RAM to RAM, warm on both sides, on several threads."""
+    """The floor: the same number of bytes, RAM to RAM, warm on both sides, on several threads.
 
-    def __init__(self, nbytes: int, threads: int = 2) -> None:
-        self._from: Bytes = np.ones(nbytes, dtype=np.uint8)
-        self._to: Bytes = np.zeros(nbytes, dtype=np.uint8)
+    Args:
+        nbytes: How many.
+        threads: How many.
+        beside: Another one of the same size, whose memory is used: for large ones.
+    """
+
+    def __init__(self, nbytes: int, threads: int = 2, beside: Memcpy | None = None) -> None:
+        self.source: Bytes = np.ones(nbytes, dtype=np.uint8) if beside is None else beside.source
+        self.target: Bytes = np.zeros(nbytes, dtype=np.uint8) if beside is None else beside.target
         self._pool = ThreadPoolExecutor(threads)
         step = -(-nbytes // threads)
         self._parts = [slice(at, at + step) for at in range(0, nbytes, step)]
@@ -155,7 +161,7 @@ class Memcpy:
     def __call__(self) -> float:
         """Copy once; return the seconds that it took."""
         begin = time.perf_counter()
-        list(self._pool.map(lambda part: np.copyto(self._to[part], self._from[part]), self._parts))
+        list(self._pool.map(lambda part: np.copyto(self.target[part], self.source[part]), self._parts))
         return time.perf_counter() - begin
 
 

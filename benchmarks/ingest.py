@@ -185,9 +185,10 @@ def main() -> int:
         del everything
         settle(running)
         for title, shard in shards().items():
+            on_one = Memcpy(len(shard), 1)
             ways: dict[str, Callable[[], float]] = {
-                "memcpy, 1 thread (the floor)": Memcpy(len(shard), 1),
-                "memcpy, 2 threads": Memcpy(len(shard), 2),
+                "memcpy, 1 thread (the floor)": on_one,
+                "memcpy, 2 threads": Memcpy(len(shard), 2, beside=on_one),
                 "chunks by shared memory": pusher(running, shard, shared=True),
                 "chunks as messages (ipc)": pusher(running, shard, shared=False),
             }

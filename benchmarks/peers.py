@@ -155,10 +155,11 @@ def measure(*, quick: bool, rounds: int) -> list[dict[str, Any]]:
                 name: Fill(name, loader, pickled if name == PICKLED else shard, state, shard)
                 for name, loader in LOADERS.items()
             }
+            on_one = Memcpy(nbytes, 1)
             delivered = Delivered(running, subscriber, shard)
             ways: dict[str, Callable[[], float]] = {
-                ONE: Memcpy(nbytes, 1),
-                TWO: Memcpy(nbytes, 2),
+                ONE: on_one,
+                TWO: Memcpy(nbytes, 2, beside=on_one),
                 "page cache: preadv, 1 thread": Read(shard, state, 1),
                 "page cache: preadv, 2 threads": Read(shard, state, 2),
                 **{f"{name} + copy_": fill for name, fill in fills.items()},

@@ -87,7 +87,7 @@ What becomes of a file with this in it (each was tried out), and what else each 
 
 ```console
 $ make bench-quick   # a minute and a half; prints the table with the goals, and leaves this file alone
-$ make bench         # everything; takes long, and 18 GB of memory; writes this file and the figure
+$ make bench         # everything; takes long, and 20 GB of memory; writes this file and the figure
 ```
 
 On a machine that does nothing else: two copying threads and a process that listens want a core each. Each script in
