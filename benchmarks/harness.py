@@ -69,6 +69,7 @@ class Daemon:
 @contextlib.contextmanager
 def daemon(config: Mapping[str, object], *, where: str | None = None, log_level: str = "warning") -> Iterator[Daemon]:
     """Run a daemon with an empty model of this config.json, in a temporary folder under ``where``."""
+    leave_nothing_running()
     with tempfile.TemporaryDirectory(prefix="fusewire-bench-", dir=where) as folder:
         root = Path(folder)
         (root / "shards").mkdir()
@@ -96,6 +97,16 @@ def daemon(config: Mapping[str, object], *, where: str | None = None, log_level:
                 process.wait(10)
             finally:
                 process.kill()  # a daemon that hangs must not outlive its benchmark
+
+
+def leave_nothing_running() -> None:
+    """Let SIGTERM end this program as Ctrl-C does, so that its daemon is stopped and its folder removed."""
+
+    def end(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, end)
 
 
 def private_bytes(process: Daemon | int) -> int:

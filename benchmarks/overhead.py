@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import folder
-from harness import SETTINGS, TUNABLES, cpu_seconds, machine, private_bytes, save, with_tunables
+from harness import SETTINGS, TUNABLES, cpu_seconds, leave_nothing_running, machine, private_bytes, save, with_tunables
 
 from fusewire.daemon import demo
 from fusewire.daemon.client import Control
@@ -70,6 +70,7 @@ def _listen(listening: socket.socket, process: subprocess.Popen[bytes], *wanted:
 @contextlib.contextmanager
 def started(checkpoint: Path) -> Iterator[tuple[int, Start, Path]]:
     """Start a daemon with a base checkpoint; yield its process id, how long what took, and its folder."""
+    leave_nothing_running()
     with (
         tempfile.TemporaryDirectory(prefix="fusewire-overhead-") as temporary,
         socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listening,
