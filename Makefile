@@ -34,17 +34,23 @@ run: $(STAMP) ## a daemon in this checkout; CONFIG=FILE for other settings than 
 	@mkdir -p run/shards
 	@exec $(BIN)/fusewire run --config $(CONFIG)
 
-bench-quick: $(STAMP) ## the shorter half of them, in about a minute and a half
+bench-quick: $(STAMP) ## the shorter part of them, in about a minute and a half
 	$(BIN)/python benchmarks/folder.py --quick
 	$(BIN)/python benchmarks/latency.py --quick
+	$(BIN)/python benchmarks/overhead.py --quick
+	@$(BIN)/python benchmarks/report.py --quick
 
-bench: $(STAMP) ## benchmarks; prints ratios to a memcpy measured in the same run
+bench: $(STAMP) ## benchmarks; ratios to a memcpy measured in the same run; writes docs/performance.md
 	$(BIN)/python benchmarks/folder.py
+	$(BIN)/python benchmarks/latency.py
+	$(BIN)/python benchmarks/ingest.py
 	$(BIN)/python benchmarks/names.py
 	$(BIN)/python benchmarks/widths.py
 	$(BIN)/python benchmarks/versions.py
-	$(BIN)/python benchmarks/ingest.py
-	$(BIN)/python benchmarks/latency.py
+	$(BIN)/python benchmarks/growth.py
+	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/peers.py
+	@$(BIN)/python benchmarks/report.py
 
 bench-gpu: $(STAMP) ## from files to a GPU, beside a plain copy from pinned memory; needs a CUDA device
 	$(BIN)/python benchmarks/gpu.py

@@ -14,10 +14,11 @@ Run: ``python benchmarks/folder.py [--rounds N] [--quick]``. Two shards: one fus
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,8 @@ PAIR = V2 | {
     "first_k_dense_replace": 1,
 }
 """One layer whose q_a_proj and kv_a_proj_with_mqa have 65 MB together: 2,112 rows of 15,360 bfloat16."""
+FLOOR = "memcpy, 2 threads (the floor)"
+CLOSE_TO_EVENT = "fusewire: close() to event"
 EVENT_TIMEOUT = 60.0
 WRITE_BYTES = 16 * 1024 * 1024
 """What a trainer writes at a time: about one tensor."""
@@ -131,7 +134,7 @@ class Fusewire:
         begin = time.perf_counter()
         os.close(descriptor)
         for event in self._subscriber.events(timeout=EVENT_TIMEOUT):
-            if isinstance(event, ShardRefused):
+            if isinstance(event, ShardRefused) and event.shard == name:
                 raise SystemExit(f"rejected: {event.message}")
             if isinstance(event, ShardApplied) and event.shard == name:
                 seconds = time.perf_counter() - begin
@@ -141,28 +144,42 @@ class Fusewire:
         raise SystemExit(f"no event within {EVENT_TIMEOUT} s")
 
 
-def measure(title: str, config: dict[str, Any], wanted: Callable[[str], bool], rounds: int) -> list[dict[str, object]]:
-    """Fill a daemon's model once, then deliver the wanted part of it again and again."""
+def measure(
+    config: dict[str, Any], shards: Mapping[str, Callable[[str], bool]], rounds: int
+) -> list[dict[str, object]]:
+    """Fill a daemon's model once, then deliver parts of it again and again.
+
+    Args:
+        config: The model's config.json.
+        shards: Title -> which tensors are in that shard. One after the other, each beside its own floor.
+        rounds: How often each is delivered, after one round to warm up.
+    """
+    records: list[dict[str, object]] = []
     with daemon(config) as running:
         base, shard = running.root / "base.safetensors", running.root / "shard"
         random_shard(config, lambda _: True, base)
-        tensors = random_shard(config, wanted, shard)
-        nbytes = sum(tensor.nbytes for tensor in tensors.values())
         with Subscriber(running.endpoint("events"), running.endpoint("control"), timeout=30) as subscriber:
             base.rename(running.shards / base.name)
             subscriber.wait_ready(timeout=EVENT_TIMEOUT)
-            usual = UsualWay(shard, tensors)
+            (running.shards / base.name).unlink()
             torch.set_num_threads(1)
             fusewire = Fusewire(running, subscriber, shard)
-            ways: dict[str, Callable[[], float]] = {
-                "memcpy, 2 threads (the floor)": Memcpy(nbytes),
-                "usual: load_file + cat + copy_, 1 thread": usual,
-                "usual, torch with 2 threads": lambda: _with_threads(2, usual),
-                "fusewire: close() to event": fusewire,
-            }
-            times = interleave(ways, rounds)
-            times["  of which copying"] = fusewire.copying[1:]
-    return table(title, nbytes, times, floor="memcpy, 2 threads (the floor)")
+            for title, wanted in shards.items():
+                tensors = random_shard(config, wanted, shard)
+                nbytes = sum(tensor.nbytes for tensor in tensors.values())
+                usual = UsualWay(shard, tensors)
+                fusewire.copying.clear()
+                ways: dict[str, Callable[[], float]] = {
+                    FLOOR: Memcpy(nbytes),
+                    "usual: load_file + cat + copy_, 1 thread": usual,
+                    "usual, torch with 2 threads": functools.partial(_with_threads, 2, usual),
+                    CLOSE_TO_EVENT: fusewire,
+                }
+                times = interleave(ways, rounds)
+                times["  of which copying"] = fusewire.copying[1:]
+                records += [record | {"tensors": len(tensors)} for record in table(title, nbytes, times, floor=FLOOR)]
+                del tensors, usual, ways
+    return records
 
 
 def _with_threads(threads: int, way: Callable[[], float]) -> float:
@@ -185,10 +202,10 @@ def main() -> int:
     rounds = 5 if options.quick else options.rounds
     records = []
     if options.only != "shard":
-        records += measure("fused pair", PAIR, lambda name: "_a_proj" in name, rounds)
+        records += measure(PAIR, {"fused pair": lambda name: "_a_proj" in name}, rounds)
     if options.only != "pair" and not options.quick:
-        records += measure("V2-wide shard", V2, lambda name: ".layers." in name, rounds)
-    print(f"\nwritten to {save('folder', records)}")
+        records += measure(V2, {"V2-wide shard": lambda name: ".layers." in name}, rounds)
+    print(f"\nwritten to {save('folder', records, quick=options.quick)}")
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime as dt
 import json
 import os
 import platform
@@ -11,6 +12,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -42,9 +44,9 @@ endpoint = "ipc://control.sock"
 path = "state"
 [metrics]
 port = 0
-[log]
-level = "warning"
 """
+
+RESULTS = Path(__file__).parent / "results"
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -67,13 +69,16 @@ class Daemon:
 
 
 @contextlib.contextmanager
-def daemon(config: Mapping[str, object], *, where: str | None = None, settings: str = SETTINGS) -> Iterator[Daemon]:
+def daemon(
+    config: Mapping[str, object], *, where: str | None = None, settings: str = SETTINGS, log_level: str = "warning"
+) -> Iterator[Daemon]:
     """Run a daemon with an empty model of this config.json, in a temporary folder under ``where``."""
+    leave_nothing_running()
     with tempfile.TemporaryDirectory(prefix="fusewire-bench-", dir=where) as folder:
         root = Path(folder)
         (root / "shards").mkdir()
         (root / "config.json").write_text(json.dumps(config))
-        (root / "fusewire.toml").write_text(settings)
+        (root / "fusewire.toml").write_text(settings + f'[log]\nlevel = "{log_level}"\n')
         process = subprocess.Popen(
             [sys.executable, "-m", "fusewire.daemon", "run", "--config", str(root / "fusewire.toml")],
             env=os.environ | {"GLIBC_TUNABLES": TUNABLES},
@@ -92,23 +97,78 @@ def daemon(config: Mapping[str, object], *, where: str | None = None, settings: 
             yield running
         finally:
             process.send_signal(signal.SIGTERM)
-            process.wait(10)
+            try:
+                process.wait(10)
+            finally:
+                process.kill()  # a daemon that hangs must not outlive its benchmark
 
 
-def private_bytes(running: Daemon) -> int:
-    """Return what a daemon has allocated, in bytes: without mapped files, which are the page cache's."""
-    for line in Path(f"/proc/{running.pid}/status").read_text().splitlines():
+def leave_nothing_running() -> None:
+    """Let SIGTERM end this program as Ctrl-C does, so that its daemon is stopped and its folder removed."""
+
+    def end(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, end)
+
+
+def private_bytes(process: Daemon | int) -> int:
+    """Return what a process (by its id) has allocated, in bytes: without mapped files, which are the page cache's."""
+    pid = process if isinstance(process, int) else process.pid
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
     raise SystemExit("no RssAnon in /proc")
 
 
-class Memcpy:
-    """The floor: the same number of bytes, RAM to RAM, warm on both sides, on several threads."""
+class Peak:
+    """Watches how much memory something takes, from construction to `stop`.
 
-    def __init__(self, nbytes: int, threads: int = 2) -> None:
-        self._from: Bytes = np.ones(nbytes, dtype=np.uint8)
-        self._to: Bytes = np.zeros(nbytes, dtype=np.uint8)
+    Args:
+        measure: Returns bytes; called on a thread, every 2 ms.
+    """
+
+    def __init__(self, measure: Callable[[], int]) -> None:
+        self._measure = measure
+        self._stop = threading.Event()
+        self._most = 0
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.wait(0.002):
+            self._most = max(self._most, self._measure())
+
+    def stop(self) -> int:
+        """Return the most bytes that were seen."""
+        self._stop.set()
+        self._thread.join()
+        return max(self._most, self._measure())
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU time of a process, of all its threads, in seconds and to the microsecond."""
+    return time.clock_gettime((~pid << 3) | 2)  # the process's own clock: clock_getcpuclockid(3), as glibc computes it
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Return a percentile, in the values' unit."""
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+class Memcpy:
+    """The floor: the same number of bytes, RAM to RAM, warm on both sides, on several threads.
+
+    Args:
+        nbytes: How many.
+        threads: How many.
+        beside: Another one of the same size, whose memory is used: for large ones.
+    """
+
+    def __init__(self, nbytes: int, threads: int = 2, beside: Memcpy | None = None) -> None:
+        self.source: Bytes = np.ones(nbytes, dtype=np.uint8) if beside is None else beside.source
+        self.target: Bytes = np.zeros(nbytes, dtype=np.uint8) if beside is None else beside.target
         self._pool = ThreadPoolExecutor(threads)
         step = -(-nbytes // threads)
         self._parts = [slice(at, at + step) for at in range(0, nbytes, step)]
@@ -116,7 +176,7 @@ class Memcpy:
     def __call__(self) -> float:
         """Copy once; return the seconds that it took."""
         begin = time.perf_counter()
-        list(self._pool.map(lambda part: np.copyto(self._to[part], self._from[part]), self._parts))
+        list(self._pool.map(lambda part: np.copyto(self.target[part], self.source[part]), self._parts))
         return time.perf_counter() - begin
 
 
@@ -161,10 +221,26 @@ def machine() -> str:
     )
 
 
-def save(name: str, records: Sequence[Mapping[str, object]]) -> Path:
-    """Write the records as JSON under benchmarks/results/."""
-    folder = Path(__file__).parent / "results"
-    folder.mkdir(exist_ok=True)
+def cpu_model() -> str:
+    """Return the processor's name, or ``unknown``."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() in {"model name", "Processor"}:
+                return value.strip()
+    return "unknown"
+
+
+def save(name: str, records: Sequence[Mapping[str, object]], *, quick: bool = False) -> Path:
+    """Write the records as JSON under benchmarks/results/; those of shorter runs in a folder of their own there."""
+    folder = RESULTS / "quick" if quick else RESULTS
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
-    path.write_text(json.dumps({"machine": machine(), "records": list(records)}, indent=1))
+    about = {
+        "machine": machine(),
+        "cpu": cpu_model(),
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "measured": dt.datetime.now(dt.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    }
+    path.write_text(json.dumps(about | {"records": list(records)}, indent=1))
     return path

@@ -167,11 +167,11 @@ def stall(running: Daemon, stopped: threading.Event, shared: bool) -> None:
 
 def main() -> int:
     """Run everything and print it."""
-    with_tunables()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--quick", action="store_true", help="3 rounds")
     arguments = parser.parse_args()
+    with_tunables()
     rounds = 3 if arguments.quick else arguments.rounds
     print(machine())
     records: list[dict[str, Any]] = []
@@ -185,9 +185,10 @@ def main() -> int:
         del everything
         settle(running)
         for title, shard in shards().items():
+            on_one = Memcpy(len(shard), 1)
             ways: dict[str, Callable[[], float]] = {
-                "memcpy, 1 thread (the floor)": Memcpy(len(shard), 1),
-                "memcpy, 2 threads": Memcpy(len(shard), 2),
+                "memcpy, 1 thread (the floor)": on_one,
+                "memcpy, 2 threads": Memcpy(len(shard), 2, beside=on_one),
                 "chunks by shared memory": pusher(running, shard, shared=True),
                 "chunks as messages (ipc)": pusher(running, shard, shared=False),
             }
@@ -204,7 +205,7 @@ def main() -> int:
                 other = "beside one that has stopped half way" if stalled else ""
                 print(f"  {how:14} {rate / 1e9:5.2f} GB/s, memory {extra / 1e6:+7.1f} MB {other}")
                 records.append({"way": how, "stalled": stalled, "bytes_per_second": rate, "extra_bytes": extra})
-    print(f"\nwritten to {save('ingest', records)}")
+    print(f"\nwritten to {save('ingest', records, quick=arguments.quick)}")
     os._exit(0)  # the clients' threads have nothing left to say
 
 

@@ -9,7 +9,6 @@ weights, and the time from its start until it answers.
 from __future__ import annotations
 
 import argparse
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 from folder import V2
-from harness import Daemon, daemon, machine, private_bytes, save, with_tunables
+from harness import Daemon, cpu_seconds, daemon, machine, percentile, private_bytes, save, with_tunables
 from safetensors.torch import save as serialize
 from safetensors.torch import save_file
 
@@ -29,12 +28,6 @@ from fusewire.model import DeepseekV2Config, DeepseekV2ForCausalLM, SlotTable
 SMALL = "model.norm.weight"
 CONFIG = V2 | {"hidden_size": 8192}
 """So that the final norm is one tensor of 16 KB."""
-TICKS = os.sysconf("SC_CLK_TCK")
-
-
-def percentile(values: list[float], share: float) -> float:
-    """Return a percentile, in the values' unit."""
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
 class Applied:
@@ -104,26 +97,21 @@ def stream(running: Daemon, large: Path, stop: threading.Event, landed: list[int
             path.unlink()
 
 
-def cpu_seconds(pid: int) -> float:
-    """Return the CPU time of a process."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS
-
-
 def main() -> int:
     """Run everything and print it."""
-    with_tunables()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, a smaller model")
     quick = parser.parse_args().quick
+    with_tunables()
     rounds, idle_seconds = (60, 5) if quick else (400, 30)
     print(machine())
-    config = DeepseekV2Config.from_dict(CONFIG)
+    raw = CONFIG | {"n_routed_experts": 6} if quick else CONFIG
+    config = DeepseekV2Config.from_dict(raw)
     slots = SlotTable.build(config).slots
     small = serialize({SMALL: torch.ones(slots[SMALL].shape, dtype=torch.bfloat16)})
     records: list[dict[str, Any]] = []
     begin = time.perf_counter()
-    with daemon(CONFIG) as running:
+    with daemon(raw) as running:
         started = time.perf_counter() - begin
         weights = {name: torch.zeros(slot.shape, dtype=torch.bfloat16) for name, slot in slots.items()}
         applied = Applied(running)
@@ -151,6 +139,7 @@ def main() -> int:
         streaming.join()
         rate = len(landed) * nbytes / (time.perf_counter() - begin)
         print(f"  meanwhile {len(landed)} large shards came, {rate / 1e9:.1f} GB/s")
+        records.append({"meanwhile_bytes_per_second": rate, "meanwhile_shards": len(landed)})
         time.sleep(2)
         before = cpu_seconds(running.pid)
         time.sleep(idle_seconds)
@@ -158,7 +147,7 @@ def main() -> int:
         beyond = private_bytes(running) - 2 * DeepseekV2ForCausalLM.nbytes(config)
         print(f"\nidle: {share:.2%} of a core; {beyond / 1e6:.0f} MB beyond two generations; up after {started:.2f} s")
         records.append({"idle_cpu": share, "beyond_bytes": beyond, "start_seconds": started})
-    print(f"written to {save('latency', records)}")
+    print(f"written to {save('latency', records, quick=quick)}")
     return 0
 
 

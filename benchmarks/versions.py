@@ -11,6 +11,7 @@ Run: ``python benchmarks/versions.py``. Needs about 8 GB of memory. Four parts:
 
 from __future__ import annotations
 
+import argparse
 import gc
 import itertools
 import shutil
@@ -20,7 +21,7 @@ import time
 from typing import Any
 
 import torch
-from harness import Daemon, daemon, machine, private_bytes, save, with_tunables
+from harness import Daemon, Peak, daemon, machine, percentile, private_bytes, save, with_tunables
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -74,11 +75,6 @@ def random_weights(config: DeepseekV2Config, seed: int = 0) -> dict[str, Tensor]
         else torch.empty(slot.shape, dtype=torch.bfloat16).normal_(0, 0.02, generator=dice)
         for name, slot in SlotTable.build(config).slots.items()
     }
-
-
-def percentile(values: list[float], share: float) -> float:
-    """Return a percentile, in the values' unit."""
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
 # -------------------------------------------------------------------------------------- 1. the commit pause
@@ -190,28 +186,6 @@ def carry_over() -> list[dict[str, Any]]:
 # ------------------------------------------------------------------- 3. generating, and 4. memory, in a daemon
 
 
-class Peak:
-    """Watches a daemon's memory."""
-
-    def __init__(self, running: Daemon) -> None:
-        self._running = running
-        self._stop = threading.Event()
-        self.most = 0
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while not self._stop.is_set():
-            self.most = max(self.most, private_bytes(self._running))
-            time.sleep(0.002)
-
-    def stop(self) -> int:
-        """Return the most bytes that were seen."""
-        self._stop.set()
-        self._thread.join()
-        return self.most
-
-
 def drop(running: Daemon, weights: dict[str, Tensor], version: int, shards: int) -> None:
     """Put a version's shards into the folder: written once, then linked, so that the trainer's work is not measured."""
     written = running.root / f"in_{shards}"
@@ -261,7 +235,7 @@ def in_a_daemon() -> list[dict[str, Any]]:
         )
         for shards in (32, 8, 1):
             idle = tokens_per_second(control, 4)
-            peak, stop = Peak(running), threading.Event()
+            peak, stop = Peak(lambda: private_bytes(running)), threading.Event()
             landed: list[int] = []
 
             def stream(shards: int = shards, stop: threading.Event = stop, landed: list[int] = landed) -> None:
@@ -292,6 +266,7 @@ def in_a_daemon() -> list[dict[str, Any]]:
 
 def main() -> int:
     """Run all parts."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     with_tunables()
     print(machine())
     records: list[dict[str, Any]] = []

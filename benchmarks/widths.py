@@ -8,6 +8,7 @@ parameters are, bit for bit, torch.cat of the halves.
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import time
@@ -100,6 +101,7 @@ def check_fused(model: DeepseekV2ForCausalLM, tensors: dict[str, Tensor]) -> int
 
 def main() -> int:
     """Run both models and print a line for each."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print(machine())
     records = []
     for title, name in MODELS.items():

@@ -48,7 +48,7 @@ class Mood:
     """What the device does before each thing that it does: nothing, lag, fail or hang."""
 
     def __init__(self, seed: int | None = None) -> None:
-        self._dice = random.Random(seed)  # noqa: S311 - a draw, no secret
+        self._dice = random.Random(seed)
         self._lags = seed is not None
         self.fails_in = -1
         """How many things are done before one fails; below 0: none fails."""
