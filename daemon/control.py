@@ -49,10 +49,13 @@ class Control:
         self._epoch = time.time() - time.monotonic()
         self._replies = self._table()
         self._recent: deque[tuple[float, int, float]] = deque()
+        self._recent_bytes, self._recent_seconds = 0, 0.0
 
     def note(self, applied: events.ShardApplied) -> None:
         """Take in a shard's size and time, for the throughput."""
         self._recent.append((time.monotonic(), applied.nbytes, applied.seconds))
+        self._recent_bytes += applied.nbytes
+        self._recent_seconds += applied.seconds
         self._throughput()
 
     def answer(self) -> None:
@@ -181,6 +184,7 @@ class Control:
 
     def _throughput(self) -> float:
         while self._recent and self._recent[0][0] < time.monotonic() - THROUGHPUT_WINDOW:
-            self._recent.popleft()
-        seconds = sum(recent[2] for recent in self._recent)
-        return sum(recent[1] for recent in self._recent) / seconds if seconds else 0.0
+            _, nbytes, seconds = self._recent.popleft()
+            self._recent_bytes -= nbytes
+            self._recent_seconds -= seconds
+        return self._recent_bytes / self._recent_seconds if self._recent and self._recent_seconds > 0 else 0.0
