@@ -137,7 +137,8 @@ class Stream:
         self._rest = piece[whole:].tobytes()
         if not whole:
             return
-        values = torch.from_numpy(np.ascontiguousarray(piece[:whole])).view(TORCH_DTYPES[copy.dtype])
+        # A copy: torch warns of memory that can't be written, and a message's can't.
+        values = torch.from_numpy(np.array(piece[:whole])).view(TORCH_DTYPES[copy.dtype])
         if not compare:
             destination.write(first, values)
         elif not destination.holds(first, values):

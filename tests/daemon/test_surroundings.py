@@ -13,6 +13,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,7 @@ def lines() -> Iterator[io.StringIO]:
     root.handlers[:] = handlers
     root.setLevel(level)
     logging.raiseExceptions = True
+    logging.captureWarnings(capture=False)
     structlog.reset_defaults()
 
 
@@ -179,6 +181,16 @@ def test_lines_are_whole_json(lines: io.StringIO) -> None:
     assert (first["event"], first["shard"], first["nbytes"], first["level"]) == ("shard.applied", "a", 3, "info")
     assert second["event"] == "from the standard library: ü"
     assert second["level"] == "warning"
+
+
+def test_a_librarys_warning_is_a_line_too(lines: io.StringIO) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.warn("two\nlines", UserWarning, stacklevel=1)
+    (line,) = parsed(lines)
+
+    assert "UserWarning: two" in line["event"]
+    assert (line["level"], line["logger"]) == ("warning", "py.warnings")
 
 
 @pytest.mark.parametrize(
