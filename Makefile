@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types test-gpu run bench-quick bench bench-gpu clean
+.PHONY: help demo test lint types test-gpu test-systemd run bench-quick bench bench-gpu clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target text; do printf '%-20s %s\n' "$$target" "$$text"; done
@@ -29,6 +29,9 @@ types: $(STAMP) ## mypy, strict
 
 test-gpu: $(STAMP) ## the tests that need a CUDA device
 	$(BIN)/pytest -m gpu
+
+test-systemd: $(STAMP) ## as root: the service on a Debian booted for it; needs debootstrap and systemd-nspawn
+	$(BIN)/python tests/nspawn.py
 
 run: $(STAMP) ## a daemon in this checkout; CONFIG=FILE for other settings than config/dev.toml
 	@mkdir -p run/shards

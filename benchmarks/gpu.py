@@ -33,10 +33,10 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import torch
 from folder import V2, Fusewire
-from harness import SETTINGS, Memcpy, daemon, interleave, machine, save, table, with_tunables
+from harness import SETTINGS, Memcpy, daemon, interleave, machine, percentile, save, table, with_tunables
 from safetensors.torch import save_file
 from torch import Tensor
-from versions import PROMPT, SIZES, config_of, percentile, random_weights
+from versions import PROMPT, SIZES, config_of, random_weights
 
 from fusewire.daemon.client import Subscriber
 from fusewire.daemon.devices import CudaDevice, Device, HostDevice

@@ -648,7 +648,9 @@ class Service:
 
     def _reload(self) -> None:
         """Apply what can change without a restart; say what cannot. A bad file changes nothing."""
-        notify.reloading()
+        serving = self.phase == "serving"  # else the READY=1 after it would say that a start has ended
+        if serving:
+            notify.reloading()
         try:
             outcome = reload.compare(self.settings, settings_module.load(self.config_path))
         except FusewireError as error:
@@ -663,7 +665,8 @@ class Service:
             log.info("settings.reloaded", applied=outcome.applied)
             if outcome.refused:
                 log.warning("settings.need_restart", keys=outcome.refused)
-        notify.ready(reports.headline(self.ledger))
+        if serving:
+            notify.ready(reports.headline(self.ledger))
 
 
 def _claimed(relative: PurePath) -> int | None:

@@ -157,7 +157,7 @@ def test_help_lists_every_target_and_is_the_default(checkout: Path) -> None:
     assert ".DEFAULT_GOAL := help" in makefile
 
 
-@pytest.mark.parametrize("target", ["demo", "test", "run", "bench", "test-gpu"])
+@pytest.mark.parametrize("target", ["demo", "test", "run", "bench", "test-gpu", "test-systemd"])
 def test_a_python_that_is_too_old_is_named_with_the_remedy(checkout: Path, tmp_path: Path, target: str) -> None:
     old = python(tmp_path / "python3.10", "exit 1")
 

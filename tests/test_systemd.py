@@ -20,6 +20,9 @@ from fusewire.daemon import settings
 
 ROOT = Path(__file__).parents[1]
 SERVICE = ROOT / "systemd/fusewire.service"
+TEMPLATE = ROOT / "systemd/fusewire@.service"
+NOTIFY_RELOAD = ROOT / "systemd/fusewire.service.d/notify-reload.conf"
+CREDENTIALS = ROOT / "systemd/fusewire.service.d/credentials.conf"
 SYSUSERS = ROOT / "systemd/fusewire.sysusers.conf"
 TMPFILES = ROOT / "systemd/fusewire.tmpfiles.conf"
 DEFAULTS = settings.Settings(model=settings.Model(config="anything"))
@@ -43,10 +46,10 @@ def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def directives() -> dict[str, list[str]]:
+def directives(unit: Path = SERVICE) -> dict[str, list[str]]:
     """Directive -> its values, in order, of all sections together."""
     found: dict[str, list[str]] = {}
-    for line in SERVICE.read_text().splitlines():
+    for line in unit.read_text().splitlines():
         if match := re.match(r"(\w+)=(.*)", line):
             found.setdefault(match[1], []).append(match[2])
     return found
@@ -57,20 +60,25 @@ def only(name: str) -> str:
     return found
 
 
+def install(unit: Path, where: Path) -> Path:
+    """Return a unit as systemd can check it: the program that it starts has to exist."""
+    installed = where / unit.name
+    program = shutil.which("true") or "/bin/true"
+    text, count = re.subn(r"(?m)^ExecStart=.*$", f"ExecStart={program}", unit.read_text())
+    assert count == 1
+    installed.write_text(text)
+    return installed
+
+
 @pytest.fixture
 def installed(tmp_path: Path) -> Path:
-    """Return the unit as systemd can check it: the program that it starts has to exist."""
-    unit = tmp_path / SERVICE.name
-    program = shutil.which("true") or "/bin/true"
-    text, count = re.subn(r"(?m)^ExecStart=.*$", f"ExecStart={program}", SERVICE.read_text())
-    assert count == 1
-    unit.write_text(text)
-    return unit
+    return install(SERVICE, tmp_path)
 
 
 @needs("systemd-analyze")
-def test_verify_has_no_complaint(installed: Path) -> None:
-    result = run("systemd-analyze", "verify", "--man=no", installed)
+@pytest.mark.parametrize("unit", [SERVICE, TEMPLATE])
+def test_verify_has_no_complaint(unit: Path, tmp_path: Path) -> None:
+    result = run("systemd-analyze", "verify", "--man=no", install(unit, tmp_path))
 
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
@@ -173,7 +181,70 @@ def test_notification_and_stop() -> None:
     assert only("NotifyAccess") == "main"
     assert int(only("WatchdogSec")) >= 10
     assert int(only("TimeoutStopSec")) == 10
-    assert only("ExecReload") == "/bin/kill -HUP $MAINPID"
+    assert only("ExecReload") == "/bin/sh -c 'kill -HUP $MAINPID'", "/bin/kill is of a package that may be missing"
+
+
+# ------------------------------------------------------------------------------- one daemon per GPU, and drop-ins
+
+OF_AN_INSTANCE = {
+    "Description": "fusewire on GPU %i: keeps a resident DeepSeek model's weights current",
+    "ExecStart": "/opt/fusewire/bin/fusewire run --config /etc/fusewire/%i.toml",
+    "RuntimeDirectory": "fusewire-%i",
+    "StateDirectory": "fusewire-%i",
+}
+"""All that the template says otherwise than the unit, besides the environment."""
+BASES = {"run": "RuntimeDirectory", "var/lib": "StateDirectory"}
+
+
+def test_the_template_is_the_unit_but_for_what_is_an_instances_own() -> None:
+    unit, template = directives(), directives(TEMPLATE)
+
+    assert {name: values for name, values in template.items() if unit.get(name) != values} == {
+        **{name: [value] for name, value in OF_AN_INSTANCE.items()},
+        "Environment": ["CUDA_VISIBLE_DEVICES=%i", "CUDA_DEVICE_ORDER=PCI_BUS_ID", *unit["Environment"]],
+    }
+    assert list(unit) == list(template)
+
+
+def test_the_templates_commands_make_settings_and_folders_of_an_instance(tmp_path: Path) -> None:
+    commands = re.findall(r"(?m)^# +(sed .*) > (/etc/\S+)$", TEMPLATE.read_text())
+    config, folders = (run("sh", "-c", f"cd {ROOT} && {command}").stdout for command, _ in commands)
+
+    assert [path for _, path in commands] == ["/etc/fusewire/0.toml", "/etc/tmpfiles.d/fusewire-0.conf"]
+    (tmp_path / "0.toml").write_text(config)
+    made = settings.load(tmp_path / "0.toml")
+    runtime, state = (f"/{where}/{OF_AN_INSTANCE[name]}".replace("%i", "0") for where, name in BASES.items())
+    for endpoint in (made.socket.endpoint, made.events.endpoint, made.control.endpoint):
+        assert PurePosixPath(endpoint.removeprefix("ipc://")).parent == PurePosixPath(runtime)
+    assert made.folder.path == f"{state}/shards"
+    lines = [line.split() for line in folders.splitlines() if line.startswith("d ")]
+    own = [line.split() for line in TMPFILES.read_text().splitlines() if line.startswith("d ")]
+    assert [line[1] for line in lines] == [state, f"{state}/shards"]
+    assert [line[2:] for line in lines] == [line[2:] for line in own]
+
+
+@needs("systemd-analyze")
+@pytest.mark.parametrize("drop_in", [NOTIFY_RELOAD, CREDENTIALS])
+def test_a_drop_in_is_understood(drop_in: Path, installed: Path) -> None:
+    """systemd 252 has one complaint, which the drop-in's comment foretells."""
+    version = int(run("systemd-analyze", "--version").stdout.split()[1])
+    folder = installed.with_name(installed.name + ".d")
+    folder.mkdir()
+    shutil.copy(drop_in, folder)
+
+    result = run("systemd-analyze", "verify", "--man=no", installed)
+
+    complaints = result.stderr.splitlines()
+    if drop_in is NOTIFY_RELOAD and version < 253:
+        (only_one,) = complaints
+        assert only_one.endswith("Failed to parse service type, ignoring: notify-reload")
+    else:
+        assert (result.returncode, complaints) == (0, [])
+
+
+def test_the_drop_ins_say_what_they_are_for() -> None:
+    assert directives(NOTIFY_RELOAD) == {"Type": ["notify-reload"], "ExecReload": [""]}
+    assert directives(CREDENTIALS) == {"LoadCredential": ["fusewire.key:/etc/fusewire/keys/daemon.key_secret"]}
 
 
 def test_what_would_break_the_service_is_not_hardened_away() -> None:

@@ -52,6 +52,7 @@ def lines(request: pytest.FixtureRequest) -> Iterator[io.StringIO]:
     root.setLevel(level)
     watchdog.setLevel(watchdog_level)
     logging.raiseExceptions = True
+    logging.captureWarnings(capture=False)
     structlog.reset_defaults()
 
 

@@ -131,6 +131,7 @@ def test_a_checkpoint_in_chunks_gives_the_tokens_of_a_cold_load(
         conflict = trainer.push_bytes(save(vary(base, 3)), version=2)
         assert (conflict.status, conflict.reason) == ("rejected", "conflict")
         assert control.generate(PROMPT, max_new_tokens=12).token_ids == reply.token_ids
+    assert "UserWarning" not in daemon.log_path.read_text()
 
 
 @pytest.mark.parametrize("fp8", ["keep", "dequantize"])
