@@ -22,6 +22,9 @@ UNANSWERED = 1000
 
 Phase = Literal["starting", "serving", "stopping"]
 
+QUESTIONS = (wire.GetStatus, wire.GetSnapshot, wire.GetReplay, wire.GetPending, wire.GetVersions)
+"""What a subscriber's key is good for; the other requests are an operator's."""
+
 
 class Control:
     """Replies to control requests.
@@ -60,6 +63,7 @@ class Control:
                 if len(request.body) != 1:
                     raise ProtocolError(f"a control request is one JSON frame, not {len(request.body)}")
                 asked = wire.decode_control_request(request.body[0].bytes)
+                self._allow(asked, request.key)
             except ProtocolError as error:
                 router.reply(request.envelope, wire.Failed(error=printable(error)))
                 continue
@@ -67,10 +71,20 @@ class Control:
             if reply is not None:
                 router.reply(request.envelope, reply)
 
+    def _allow(self, asked: wire.ControlRequest, key: str) -> None:
+        door = self._parts.doors.get("control")
+        if door is not None and not isinstance(asked, QUESTIONS) and not door.is_operator(key):
+            raise ProtocolError(
+                f"{type(asked).__struct_config__.tag} is for operators, and this key is a subscriber's: put it into "
+                "curve.operators"
+            )
+
     def health(self) -> dict[str, str]:
         """Return each part without which the daemon does not do its work, and ``ok`` or what is wrong."""
         parts = self._parts
         health = {"loader": parts.loader.health(), "generate": parts.generator.health()}
+        if parts.guard is not None:
+            health["keys"] = parts.guard.health()
         if parts.folder is not None:
             health["folder"] = parts.folder.health()
         return health
@@ -148,6 +162,8 @@ class Control:
         counters["replies_undeliverable"] = parts.control.unreachable
         if parts.ingest is not None:
             counters["messages_malformed"] = parts.ingest.malformed
+        if parts.guard is not None:
+            counters |= {f"refused_at_{domain}": count for domain, count in parts.guard.refused.items()}
         return wire.Status(
             boot=parts.boot,
             pid=os.getpid(),

@@ -165,6 +165,8 @@ class Service:
         self._poller.register(parts.control.socket, zmq.POLLIN)
         if parts.ingest is not None:
             self._poller.register(parts.ingest.socket, zmq.POLLIN)
+        if parts.guard is not None:
+            self._poller.register(parts.guard.socket, zmq.POLLIN)
         parts.loader.start()
         parts.generator.start()
         if parts.retention is not None:
@@ -209,6 +211,8 @@ class Service:
                     self._heartbeat()
             elif ready is parts.control.socket:
                 self.control.answer()
+            elif parts.guard is not None and ready is parts.guard.socket:
+                parts.guard.answer()
             else:
                 self._take_offers()
         if self.ledger.versions.leased:
@@ -304,6 +308,7 @@ class Service:
                 held=held,
                 stream=offer.nbytes is not None,
                 claimed=offer.version,
+                client=offer.client,
                 now=now,
             )
         )
@@ -551,6 +556,8 @@ class Service:
     def _reload(self) -> None:
         """Apply what can change without a restart; say what cannot. A bad file changes nothing."""
         notify.reloading()
+        if self.parts.guard is not None:
+            self.parts.guard.reload()
         try:
             outcome = reload.compare(self.settings, settings_module.load(self.config_path))
         except FusewireError as error:

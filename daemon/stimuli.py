@@ -46,6 +46,8 @@ class Seen(ShardStimulus):
     """Whether its bytes come bit by bit, from a client, once it may be placed."""
     claimed: int | None = None
     """The version that its folder or its message names, before anybody has looked into it."""
+    client: str = ""
+    """Which client it came from, if from one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
