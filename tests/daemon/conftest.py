@@ -254,9 +254,15 @@ class Driver:
         known_limit: int = 1000,
         policy: Policy | None = None,
         stream_limit: int = 16,
+        client_stream_limit: int = 16,
     ) -> None:
         self.ledger = Ledger(
-            COVERAGE, held_limit=held_limit, known_limit=known_limit, policy=policy, stream_limit=stream_limit
+            COVERAGE,
+            held_limit=held_limit,
+            known_limit=known_limit,
+            policy=policy,
+            stream_limit=stream_limit,
+            client_stream_limit=client_stream_limit,
         )
         self.now = 0.0
         self.leased = 0

@@ -1,0 +1,874 @@
+"""Keys: who is let in over TCP and who is not, with real sockets, real daemons and real key files.
+
+ZeroMQ tells a refused peer nothing, so a refusal is seen as a deadline that passes, and on the daemon's side: nothing
+was applied, and the handler has counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+import pytest
+import zmq
+import zmq.auth
+from safetensors.torch import save
+from torch import Tensor
+
+from fusewire.daemon import curve, endpoints, keys, settings, wire
+from fusewire.daemon.client import ClientKeys, Control, DaemonUnreachable, RequestFailed, Subscriber, Trainer
+from fusewire.daemon.control import QUESTIONS
+from fusewire.daemon.errors import KeyFileError, StartError
+from fusewire.daemon.metrics import HOST
+from fusewire.daemon.segment import Attached, Segment
+
+ROOT = Path(__file__).parents[2]
+SHM = Path("/dev/shm")  # noqa: S108 - a tmpfs by definition
+TIMEOUT = 30.0
+SHORT = 1.5
+"""Seconds after which a silence is taken for a refusal: a connection that is let in takes a hundredth of it."""
+TIMEOUT_MS, SILENCE_MS = round(TIMEOUT * 1000), round(SHORT * 1000)
+NORM = "model.norm.weight"
+Golden = Callable[[str], dict[str, Tensor]]
+StartDaemon = Callable[..., Any]
+PEERS = {"trainers": "trainer", "operators": "operator", "subscribers": "subscriber"}
+SOCKETS = ("socket", "events", "control")
+
+
+class Ring:
+    """Key pairs of a daemon and of its peers, in the folders that the settings name."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.secret = keys.make(folder, "fusewire")[1]
+        for role, name in PEERS.items():
+            keys.make(folder, name)
+            (folder / role).mkdir()
+            self.admit(name, role)
+        keys.make(folder, "stranger")
+
+    def admit(self, name: str, role: str) -> Path:
+        target = self.folder / role / f"{name}.key"
+        target.write_bytes((self.folder / f"{name}.key").read_bytes())
+        return target
+
+    def of(self, name: str, server: str = "fusewire") -> ClientKeys:
+        return ClientKeys.load(self.folder / f"{name}.key_secret", self.folder / f"{server}.key")
+
+    def settings(self) -> dict[str, str]:
+        folders = {role: str(self.folder / role) for role in PEERS}
+        return {"secret_key": str(self.secret), **folders}
+
+
+@pytest.fixture(scope="module")
+def ring(tmp_path_factory: pytest.TempPathFactory) -> Ring:
+    return Ring(tmp_path_factory.mktemp("keys"))
+
+
+class Guarded:
+    """A daemon on TCP with keys, and where its sockets are."""
+
+    def __init__(self, running: Any, ring: Ring) -> None:
+        self.running = running
+        self.ring = ring
+        started = wait_log(running, "daemon.started")
+        self.ingest, self.events, self.control = (
+            started[name].replace("0.0.0.0", "127.0.0.1")  # noqa: S104 - where to connect, not to bind
+            for name in ("ingest", "events", "control")
+        )
+
+    def trainer(self, key: ClientKeys | None, timeout: float = TIMEOUT) -> Trainer:
+        return Trainer(self.ingest, timeout, curve=key)
+
+    def ask(self, key: ClientKeys | None, timeout: float = TIMEOUT) -> Control:
+        return Control(self.control, timeout, curve=key)
+
+    def listen(self, key: ClientKeys | None, timeout: float = TIMEOUT) -> Subscriber:
+        return Subscriber(self.events, self.control, timeout, curve=key)
+
+    def status(self) -> wire.Status:
+        with self.ask(self.ring.of("operator")) as control:
+            return control.status()
+
+    def refusals(self) -> dict[str, float]:
+        counters = self.status().counters
+        return {domain: counters[f"refused_at_{domain}"] for domain in curve.DOMAINS}
+
+
+def wait_log(running: Any, event: str, after: int = 0) -> dict[str, Any]:
+    deadline = time.monotonic() + TIMEOUT
+    while True:
+        found = [line for line in running.log()[after:] if line["event"] == event]
+        if found:
+            return dict(found[-1])
+        assert running.process.poll() is None, running.log_path.read_text()
+        assert time.monotonic() < deadline, running.log_path.read_text()
+        time.sleep(0.02)
+
+
+def tcp(**more: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return sections with all three sockets on TCP."""
+    sections: dict[str, dict[str, Any]] = {name: {"endpoint": "tcp://127.0.0.1:*"} for name in SOCKETS}
+    for section, values in more.items():
+        sections.setdefault(section, {}).update(values)
+    return sections
+
+
+@pytest.fixture(scope="module")
+def guarded(start_shared_daemon: StartDaemon, ring: Ring) -> Guarded:
+    """One daemon for all tests that only knock."""
+    small = {"chunk_bytes": 65536, "window_bytes": 262144}
+    return Guarded(start_shared_daemon("v2", up=False, **tcp(curve=ring.settings(), socket=small)), ring)
+
+
+@pytest.fixture
+def own(start_daemon: StartDaemon, tmp_path: Path) -> Guarded:
+    """A daemon of this test's own, with keys of its own."""
+    made = Ring(tmp_path / "keys")
+    return Guarded(start_daemon("v2", up=False, **tcp(curve=made.settings())), made)
+
+
+# ------------------------------------------------------------------------------------------- who is let in
+
+
+def test_each_role_does_its_work(guarded: Guarded, checkpoint_tensors: Golden) -> None:
+    """Push (whole and in chunks), listen, ask and order, all over CURVE."""
+    tensors = checkpoint_tensors("v2")
+    with (
+        guarded.listen(guarded.ring.of("subscriber")) as subscriber,
+        guarded.listen(guarded.ring.of("operator")) as too,
+        guarded.trainer(guarded.ring.of("trainer")) as trainer,
+        Trainer(guarded.ingest, TIMEOUT, curve=guarded.ring.of("trainer"), shared_memory=False) as chunks,
+        guarded.ask(guarded.ring.of("operator")) as operator,
+    ):
+        assert trainer.push_tensors({NORM: tensors[NORM]}, version=1).status == "applied"
+        answer = chunks.push_tensors({n: t for n, t in tensors.items() if n != NORM}, version=1)
+        assert answer.status == "applied"
+        assert 0 in answer.fused
+        subscriber.wait_version(1, timeout=TIMEOUT)
+        too.wait_version(1, timeout=TIMEOUT)
+        assert operator.status().version == 1
+        assert len(operator.generate([1, 2], 3).token_ids) == 3
+
+
+@pytest.mark.parametrize("who", ["trainer", "operator"])
+@pytest.mark.parametrize("server", ["fusewire", "stranger"])
+def test_the_keys_are_needed_both(guarded: Guarded, who: str, server: str) -> None:
+    """The right key with another server's public key gets nowhere: the daemon can't be impersonated."""
+    key = guarded.ring.of(who, server)
+    before = guarded.status().counters["shards_applied"]
+    with guarded.trainer(key, SHORT) as trainer, guarded.ask(key, SHORT) as control:
+        if (who, server) == ("trainer", "fusewire"):
+            assert trainer.max_put_bytes
+        else:
+            with pytest.raises(DaemonUnreachable, match="could not be reached"):
+                trainer.push_bytes(b"x")
+        if (who, server) == ("operator", "fusewire"):
+            assert control.status().pid == guarded.running.process.pid
+        else:
+            with pytest.raises(DaemonUnreachable, match="could not be reached"):
+                control.status()
+    assert guarded.status().counters["shards_applied"] == before
+
+
+@pytest.mark.parametrize("who", ["stranger", None])
+def test_strangers_are_refused_at_all_three_sockets(
+    guarded: Guarded, checkpoint_tensors: Golden, who: str | None
+) -> None:
+    """A key that nobody knows, though with the right server key; and no key at all."""
+    key = guarded.ring.of(who) if who else None
+    before, refused = guarded.status(), guarded.refusals()
+    told = "curve.trainers" if who else r"it may want keys \(CURVE\)"
+    with guarded.trainer(key, SHORT) as trainer, pytest.raises(DaemonUnreachable, match=told):
+        trainer.push_bytes(save({NORM: checkpoint_tensors("v2")[NORM]}))
+    with guarded.ask(key, SHORT) as control, pytest.raises(DaemonUnreachable, match=told):
+        control.status()
+    with pytest.raises(DaemonUnreachable, match=told):
+        guarded.listen(key, SHORT)
+    after = guarded.status()
+    for counter in ("shards_applied", "shards_rejected", "messages_malformed"):
+        assert after.counters[counter] == before.counters[counter]
+    more = {domain: count - refused[domain] for domain, count in guarded.refusals().items()}
+    assert all(more.values()) if who else not any(more.values()), "a peer without CURVE never comes to the handler"
+
+
+@pytest.mark.parametrize(
+    ("who", "sockets"),
+    [
+        ("trainer", {"ingest"}),
+        ("operator", {"control", "events"}),
+        ("subscriber", {"control", "events"}),
+        ("stranger", set()),
+    ],
+)
+def test_each_key_opens_its_own_doors_only(guarded: Guarded, who: str, sockets: set[str]) -> None:
+    """Above all: a trainer's key is refused on control."""
+    key = guarded.ring.of(who)
+    opened = set()
+    with zmq.Context() as context:
+        for name, kind in (("ingest", zmq.DEALER), ("control", zmq.DEALER), ("events", zmq.SUB)):
+            with context.socket(kind) as made:
+                made.linger = 0
+                key.secure(made)
+                made.connect(getattr(guarded, name))
+                if kind == zmq.SUB:
+                    made.subscribe(b"")
+                else:
+                    made.send_multipart([b"", wire.encode(wire.Hello() if name == "ingest" else wire.GetStatus())])
+                if made.poll(SILENCE_MS):
+                    opened.add(name)
+    assert opened == sockets
+
+
+def test_a_subscriber_asks_and_does_not_order(guarded: Guarded) -> None:
+    with guarded.ask(guarded.ring.of("subscriber")) as control:
+        assert control.snapshot().boot == control.status().boot
+        assert control.replay(0).boot
+        control.pending()
+        control.versions()
+        orders: list[Callable[[], Any]] = [
+            control.rollback,
+            lambda: control.commit(1),
+            lambda: control.abort(1),
+            lambda: control.generate([1], 1),
+        ]
+        for order in orders:
+            with pytest.raises(RequestFailed, match=r"is for operators.*curve\.operators"):
+                order()
+    tried = {wire.RollbackVersion, wire.CommitVersion, wire.AbortVersion, wire.Generate}
+    assert set(get_args(wire.ControlRequest)) - set(QUESTIONS) == tried, "a request is a question, or was tried here"
+
+
+def test_refusals_are_told_in_status_metrics_and_the_log_but_not_each(guarded: Guarded) -> None:
+    key = guarded.ring.of("stranger")
+    before = guarded.refusals()["ingest"]
+    lines = len(guarded.running.log())
+    began = time.monotonic()
+    with zmq.Context() as context:
+        crowd = [context.socket(zmq.DEALER) for _ in range(20)]
+        for made in crowd:
+            made.linger = 0
+            key.secure(made)
+            made.connect(guarded.ingest)
+        while guarded.refusals()["ingest"] < before + 20:
+            assert time.monotonic() < began + TIMEOUT
+        for made in crowd:
+            made.close()
+    took = time.monotonic() - began
+    said = [line for line in guarded.running.log()[lines:] if line["event"] == "peer.refused"]
+    assert len(said) <= 1 + took / curve.LOG_INTERVAL
+    note = next(note for note in guarded.status().notes if "ingest" in note)
+    assert key.public.decode() in note
+    assert "127.0.0.1" in note
+    port = wait_log(guarded.running, "daemon.started")["metrics_port"]
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as response:
+        text = response.read().decode()
+    counted = re.search(r'fusewire_peers_refused_total{socket="ingest"} (\d+)', text)
+    assert counted is not None
+    assert int(counted[1]) >= before + 20
+
+
+# ------------------------------------------------------------------------------------- changing who is let in
+
+
+def reload(guarded: Guarded) -> dict[str, Any]:
+    after = len(guarded.running.log())
+    guarded.running.process.send_signal(signal.SIGHUP)
+    wait_log(guarded.running, "settings.reloaded", after)
+    return wait_log(guarded.running, "keys.reloaded", after)
+
+
+def test_a_key_is_added_and_revoked_without_a_restart(own: Guarded, checkpoint_tensors: Golden) -> None:
+    shard = save({NORM: checkpoint_tensors("v2")[NORM]})
+    with own.trainer(own.ring.of("stranger"), SHORT) as trainer, pytest.raises(DaemonUnreachable):
+        trainer.push_bytes(shard)
+    file = own.ring.admit("stranger", "trainers")
+    assert reload(own)["added"] == ["stranger"]
+    with own.trainer(own.ring.of("stranger")) as old:
+        assert old.push_bytes(shard).status == "applied"
+
+        file.unlink()
+        assert reload(own)["revoked"] == 1
+
+        applied = own.status().counters["shards_applied"]
+        with own.trainer(own.ring.of("stranger"), SHORT) as new, pytest.raises(DaemonUnreachable, match="reached"):
+            new.push_bytes(shard)
+        with pytest.raises(DaemonUnreachable, match="did not answer"):
+            old._requester.request([wire.encode(wire.Put()), shard], wire.decode_ingest_reply, SHORT)
+    with own.trainer(own.ring.of("trainer")) as other:
+        assert other.push_bytes(shard).status == "applied"
+    assert own.status().counters["shards_applied"] == applied + 1
+
+
+def test_a_reload_with_bad_files_lets_nobody_in_by_them_and_still_revokes(own: Guarded) -> None:
+    folder = own.ring.folder / "operators"
+    (folder / "broken.key").write_text("public-key = nonsense")
+    (folder / "link.key").symlink_to(own.ring.folder / "stranger.key")
+    (own.ring.folder / "subscribers" / "subscriber.key").unlink()
+    reload(own)
+    notes = " ".join(own.status().notes)
+    assert "broken.key: its public key is not 40 characters of Z85" in notes
+    assert "link.key: is a link" in notes
+    assert "curve.subscribers holds no key" in notes
+    for who in ("stranger", "subscriber"):
+        with own.ask(own.ring.of(who), SHORT) as control, pytest.raises(DaemonUnreachable):
+            control.status()
+
+    for file in folder.iterdir():
+        file.unlink()
+    folder.rmdir()
+    reload(own)
+    assert any("operators: No such file" in note for note in own.status().notes), "the old keys stay in force"
+
+
+def test_the_folders_are_read_even_if_the_settings_file_is_broken(own: Guarded) -> None:
+    """Else a slip of the editor would keep a revoked key in force."""
+    (own.ring.folder / "trainers" / "trainer.key").unlink()
+    own.running.config_path.write_text("nonsense = [")
+    after = len(own.running.log())
+    own.running.process.send_signal(signal.SIGHUP)
+    wait_log(own.running, "settings.not_reloaded", after)
+    with own.trainer(own.ring.of("trainer"), SHORT) as trainer, pytest.raises(DaemonUnreachable):
+        trainer.push_bytes(b"")
+
+
+# --------------------------------------------------------------------------------------------------- replay
+
+
+class Recorder:
+    """A TCP proxy that keeps what clients sent, byte for byte."""
+
+    def __init__(self, endpoint: str) -> None:
+        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+        self.target = (host, int(port))
+        self.sent: list[bytearray] = []
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = f"tcp://127.0.0.1:{self._listening.getsockname()[1]}"
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self._open: list[socket.socket] = [self._listening]
+        self._threads[0].start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listening.accept()
+            except OSError:
+                return
+            daemon = socket.create_connection(self.target)
+            self._open += [client, daemon]
+            kept = bytearray()
+            self.sent.append(kept)
+            for source, target, record in ((client, daemon, kept), (daemon, client, None)):
+                thread = threading.Thread(target=self._pump, args=(source, target, record), daemon=True)
+                self._threads.append(thread)
+                thread.start()
+
+    @staticmethod
+    def _pump(source: socket.socket, target: socket.socket, record: bytearray | None) -> None:
+        try:
+            while data := source.recv(65536):
+                if record is not None:
+                    record += data
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+        except OSError:
+            return
+
+    def close(self) -> None:
+        for one in self._open:
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+        for thread in self._threads:
+            thread.join(TIMEOUT)
+
+
+@pytest.mark.parametrize("paced", [False, True])
+def test_old_bytes_played_again_do_nothing(own: Guarded, checkpoint_tensors: Golden, paced: bool) -> None:
+    """A whole recorded session that pushed a shard: its keys were good once, and its bytes are worth nothing now."""
+    recorder = Recorder(own.ingest)
+    try:
+        with Trainer(recorder.endpoint, TIMEOUT, curve=own.ring.of("trainer")) as trainer:
+            assert trainer.push_tensors({NORM: checkpoint_tensors("v2")[NORM]}, version=1).status == "applied"
+    finally:
+        recorder.close()
+    tape = max(recorder.sent, key=len)
+    assert len(tape) > 64 + checkpoint_tensors("v2")[NORM].nbytes
+    assert NORM.encode() not in tape, "it is encrypted"
+    before = own.status()
+
+    heard = b""
+    with socket.create_connection(recorder.target) as replaying:
+        replaying.settimeout(SHORT)
+        step = 64 if paced else len(tape)  # the greeting first, and what follows as if in answer; or all at once
+        try:
+            for begin in range(0, len(tape), step):
+                replaying.sendall(tape[begin : begin + step])
+                if paced and begin < 4 * step:
+                    heard += replaying.recv(65536)
+            while data := replaying.recv(65536):
+                heard += data
+        except (TimeoutError, ConnectionError):
+            pass
+    assert heard, "the daemon did speak with it"
+    after = own.status()
+    for counter in ("shards_applied", "shards_rejected", "bytes_applied", "messages_malformed"):
+        assert after.counters[counter] == before.counters[counter]
+    assert after.versions == before.versions or [v.filled for v in after.versions] == [
+        v.filled for v in before.versions
+    ]
+
+
+# ------------------------------------------------------------------------------------------------- the start
+
+
+def refusal(start_daemon: StartDaemon, popen: dict[str, Any] | None = None, **sections: dict[str, Any]) -> str:
+    """Start a daemon that has to refuse; return what it said."""
+    running = start_daemon("v2", up=False, popen=popen, **sections)
+    assert running.process.wait(TIMEOUT) == 1
+    return str(running.log_path.read_text())
+
+
+@pytest.mark.parametrize("name", SOCKETS)
+def test_other_hosts_are_refused_without_keys(start_daemon: StartDaemon, name: str) -> None:
+    said = refusal(start_daemon, **{name: {"endpoint": "tcp://0.0.0.0:*"}})
+
+    assert f"{name}.endpoint = tcp://0.0.0.0:*" in said
+    for setting in ("curve.secret_key", "curve.trainers", "curve.operators", "curve.subscribers"):
+        assert setting in said
+
+
+def test_other_hosts_are_let_in_with_keys(start_daemon: StartDaemon, ring: Ring, checkpoint_tensors: Golden) -> None:
+    everywhere = {name: {"endpoint": "tcp://0.0.0.0:*"} for name in SOCKETS}
+    open_to_all = Guarded(start_daemon("v2", up=False, curve=ring.settings(), **everywhere), ring)
+    with open_to_all.trainer(ring.of("trainer")) as trainer:
+        assert trainer.push_tensors({NORM: checkpoint_tensors("v2")[NORM]}).status == "applied"
+    with open_to_all.trainer(None, SHORT) as trainer, pytest.raises(DaemonUnreachable):
+        trainer.push_bytes(b"")
+
+
+def test_ipc_stays_governed_by_its_mode(start_daemon: StartDaemon, ring: Ring, checkpoint_tensors: Golden) -> None:
+    """Keys are for TCP only: ipc beside it, as always, 0660, and whoever may connect may order."""
+    running = start_daemon("v2", curve=ring.settings(), events={"endpoint": "tcp://127.0.0.1:*"})
+    for name in ("ingest", "control"):
+        assert stat.S_IMODE((running.root / f"{name}.sock").stat().st_mode) == 0o660
+    with running.trainer() as trainer:
+        assert trainer.push_tensors({NORM: checkpoint_tensors("v2")[NORM]}, version=1).status == "applied"
+    with running.control() as control:
+        assert control.abort(1)
+    assert running.status().health["keys"] == "ok"
+
+
+def test_loopback_without_keys_is_allowed_and_noted(start_daemon: StartDaemon) -> None:
+    running = start_daemon("v2", socket={"endpoint": "tcp://127.0.0.1:*"})
+    with Trainer(wait_log(running, "daemon.started")["ingest"], TIMEOUT) as trainer:
+        assert trainer.max_put_bytes
+    assert any("every user of this host can connect" in note for note in running.status().notes)
+    assert "keys" not in running.status().health
+
+
+def with_curve(ring: Ring, **changes: Any) -> dict[str, dict[str, Any]]:
+    return tcp(curve=ring.settings() | changes)
+
+
+def test_a_key_file_with_a_bad_mode_is_refused_with_the_command(
+    start_daemon: StartDaemon, ring: Ring, tmp_path: Path
+) -> None:
+    for mode in (0o640, 0o604, 0o644):
+        copy = tmp_path / f"{mode:o}.key_secret"
+        copy.write_bytes(ring.secret.read_bytes())
+        copy.chmod(mode)
+        said = refusal(start_daemon, **with_curve(ring, secret_key=str(copy)))
+        assert f"curve.secret_key: key file {copy}: its mode is {mode:#o}" in said
+        assert f"chmod 600 {copy}" in said
+        assert secret_of(ring.secret) not in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"secret_key": "none.key_secret"}, r"curve\.secret_key: key file .*none\.key_secret: No such file.*keygen"),
+        ({"secret_key": "fusewire.toml"}, r"curve\.secret_key: key file .*fusewire\.toml: .*(mode|no secret key)"),
+        ({"trainers": "none"}, r"curve\.trainers: key folder .*none: No such file or directory; create it"),
+        ({"operators": "fusewire.toml"}, r"curve\.operators: key folder .*fusewire\.toml: Not a directory"),
+        ({"operators": "", "subscribers": ""}, r"\.endpoint is on TCP with CURVE.*set curve\."),
+        ({"trainers": ""}, r"socket\.endpoint is on TCP with CURVE.*set curve\.trainers"),
+    ],
+)
+def test_what_cannot_be_used_is_named(
+    start_daemon: StartDaemon, ring: Ring, changes: dict[str, str], said: str
+) -> None:
+    assert re.search(said, refusal(start_daemon, **with_curve(ring, **changes)))
+
+
+def test_a_systemd_credential_is_the_daemons_key(start_daemon: StartDaemon, ring: Ring, tmp_path: Path) -> None:
+    """Its group's bits show the ACL by which systemd lets the service's user read it: no reason to refuse it."""
+    credential = tmp_path / "credentials" / "fusewire.key"
+    credential.parent.mkdir(mode=0o500)
+    credential.write_bytes(ring.secret.read_bytes()) if os.geteuid() == 0 else pytest.skip("needs root")
+    credential.chmod(0o440)
+    popen = {"env": {"CREDENTIALS_DIRECTORY": str(credential.parent)}}
+    running = start_daemon("v2", up=False, popen=popen, **with_curve(ring, secret_key=""))
+    with Guarded(running, ring).ask(ring.of("operator")) as control:
+        assert control.status().health["keys"] == "ok"
+
+    credential.chmod(0o444)
+    said = refusal(start_daemon, popen=popen, **with_curve(ring, secret_key=""))
+    assert "systemd's credential fusewire.key: key file" in said
+    credential.unlink()
+    said = refusal(start_daemon, popen=popen, events={"endpoint": "tcp://0.0.0.0:*"})
+    assert "is not a loopback address" in said
+
+
+def test_metrics_are_bound_on_loopback_and_no_setting_can_change_it(guarded: Guarded) -> None:
+    assert HOST == "127.0.0.1"
+    assert settings.Metrics.__struct_fields__ == ("enabled", "port")
+    port = wait_log(guarded.running, "daemon.started")["metrics_port"]
+    table = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
+    listening = {row[1] for row in table if row[3] == "0A"}
+    assert {address.split(":")[0] for address in listening if address.endswith(f":{port:04X}")} == {"0100007F"}
+
+
+# ------------------------------------------------------------------------------------ the handler, alone
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
+    made: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    yield made
+    made.destroy(linger=0)
+
+
+def guard(context: zmq.Context[zmq.Socket[bytes]], ring: Ring) -> curve.Guard:
+    return curve.Guard(context, keys.read_pair(ring.secret), settings.Curve(**ring.settings()))
+
+
+def test_a_socket_lets_nobody_in_while_there_is_no_handler(context: zmq.Context[zmq.Socket[bytes]], ring: Ring) -> None:
+    """CURVE alone would let in all the world that knows the server's key."""
+    door = guard(context, ring).door("ingest")
+    door.guard.close()
+    bound = endpoints.create(context, zmq.ROUTER)
+    where = endpoints.bind(bound, "tcp://127.0.0.1:*", mode=0o600, setting="x", door=door)
+    client = context.socket(zmq.DEALER)
+    ring.of("trainer").secure(client)
+    client.connect(where)
+    client.send(b"let me in")
+    assert not bound.poll(SILENCE_MS)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        [],
+        [b"1.0"],
+        [b"1.0", b"7", b"ingest", b"127.0.0.1", b"", b"NULL"],
+        [b"1.0", b"7", b"ingest", b"127.0.0.1", b"", b"PLAIN", b"user", b"password"],
+        [b"2.0", b"7", b"ingest", b"127.0.0.1", b"", b"CURVE", b"k" * 32],
+        [b"1.0", b"7", b"nowhere", b"127.0.0.1", b"", b"CURVE", b"k" * 32],
+        [b"1.0", b"7", b"", b"127.0.0.1", b"", b"CURVE", b"k" * 32],
+        [b"1.0", b"7", b"ingest", b"127.0.0.1", b"", b"CURVE", b"k" * 31],
+        [b"1.0", b"7", b"ingest", b"127.0.0.1", b"", b"CURVE", b""],
+        [b"1.0", b"7", b"ingest", b"\xff", b"", b"CURVE", b"k" * 32],
+        [b"1.0", b"7", b"ingest", b"127.0.0.1", b"", b"CURVE", b"k" * 32, b"more"],
+    ],
+)
+def test_whatever_is_asked_the_handler_answers_and_does_not_admit(
+    context: zmq.Context[zmq.Socket[bytes]], ring: Ring, request_: list[bytes]
+) -> None:
+    made = guard(context, ring)
+    asking = context.socket(zmq.REQ)
+    asking.connect(curve.ENDPOINT)
+    asking.send_multipart(request_ or [b""])
+    assert made.socket.poll(TIMEOUT_MS)
+    made.answer()
+    assert asking.poll(TIMEOUT_MS)
+    assert asking.recv_multipart()[2] == b"400"
+    assert made.health() == "ok"
+
+
+def test_a_handler_that_fails_is_ill(context: zmq.Context[zmq.Socket[bytes]], ring: Ring) -> None:
+    """Then nobody new gets in: it shows in `status`, and systemd's watchdog is no longer pinged."""
+    made = guard(context, ring)
+    made.close()
+    made.answer()
+    assert "failed" in made.health()
+
+
+# ----------------------------------------------------------------------------------------------- key files
+
+
+def secret_of(path: Path) -> str:
+    pair = zmq.auth.load_certificate(path)
+    assert pair[1] is not None
+    return pair[1].decode()
+
+
+def test_keygen_writes_what_zmq_reads_and_reads_what_zmq_writes(tmp_path: Path) -> None:
+    public, secret = keys.make(tmp_path / "new", "alice")
+    pair = keys.read_pair(secret)
+    assert zmq.auth.load_certificate(secret) == (pair.public, pair.secret)
+    assert zmq.auth.load_certificate(public) == (pair.public, None)
+    assert zmq.curve_public(pair.secret) == pair.public
+    assert keys.read_public(public) == pair.public
+
+    theirs_public, theirs_secret = zmq.auth.create_certificates(tmp_path, "bob", metadata={"team": "rl"})
+    Path(theirs_secret).chmod(0o600)
+    pair = keys.read_pair(Path(theirs_secret))
+    assert zmq.auth.load_certificate(theirs_secret) == (pair.public, pair.secret)
+    assert keys.read_public(Path(theirs_public)) == pair.public
+    assert keys.read_folder(tmp_path) == ({pair.public: "bob"}, [])
+
+
+def test_a_secret_file_is_never_readable_by_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for a moment: it has its mode before it has its content, whatever the umask."""
+    seen = []
+    before = os.umask(0)
+    real = os.fchmod
+
+    def look(descriptor: int, mode: int) -> None:
+        seen.append((stat.S_IMODE(os.fstat(descriptor).st_mode), os.fstat(descriptor).st_size))
+        real(descriptor, mode)
+
+    monkeypatch.setattr(os, "fchmod", look)
+    try:
+        public, secret = keys.make(tmp_path, "alice")
+    finally:
+        os.umask(before)
+    assert seen == [(0o600, 0), (0o600, 0)]
+    assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+    assert stat.S_IMODE(public.stat().st_mode) == 0o644
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["alice.key", "alice.key_secret"]
+
+
+@pytest.mark.parametrize("there", ["alice.key", "alice.key_secret"])
+def test_keys_are_not_overwritten_unless_told_to(tmp_path: Path, there: str) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("precious")
+    (tmp_path / there).symlink_to(precious)
+    with pytest.raises(KeyFileError, match=rf"{there} is there already.*--force"):
+        keys.make(tmp_path, "alice")
+    assert (tmp_path / there).is_symlink()
+    public, secret = keys.make(tmp_path, "alice", force=True)
+    assert keys.read_public(public) == keys.read_pair(secret).public
+    assert precious.read_text() == "precious"
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/b", "-x", ".x", "x\n", "x" * 101, "ü"])
+def test_impossible_names_of_keys_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(KeyFileError, match="key name"):
+        keys.make(tmp_path / "keys", name)
+    assert not list(tmp_path.iterdir())
+
+
+GOOD = b"0" * 40
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"", "no public key"),
+        (b"public-key", "no public key"),
+        (b'# public-key = "' + GOOD + b'"', "no public key"),
+        (b'public-key = "' + GOOD[1:] + b'"', "is not 40 characters of Z85"),
+        (b'public-key = "' + GOOD[5:] + b'"', "is not 40 characters of Z85"),
+        (b'public-key = "' + b"#" * 40 + b'"', "is not 40 characters of Z85"),
+        (b'public-key = "' + b"~" * 40 + b'"', "is not 40 characters of Z85"),
+        (b"public-key = \xff" + b"0" * 39, "is not 40 characters of Z85"),
+        (b"public-key = " + GOOD + b"\npublic-key = " + b"1" * 40, "has two public keys"),
+        (b"public-key = " + GOOD + b"\nsecret-key = " + GOOD, "holds a secret key"),
+        (b"\0" * keys.FILE_LIMIT + b"\0", "larger than"),
+    ],
+)
+def test_files_that_hold_no_public_key_are_named_with_the_reason(tmp_path: Path, content: bytes, told: str) -> None:
+    file = tmp_path / "x.key"
+    file.write_bytes(content)
+    with pytest.raises(KeyFileError, match=told) as caught:
+        keys.read_public(file)
+    assert str(file) in str(caught.value)
+    assert GOOD.decode() not in str(caught.value)
+    with pytest.raises(KeyFileError):
+        keys.read_pair(file)
+
+
+def test_a_secret_file_whose_keys_do_not_belong_together_is_refused(tmp_path: Path, ring: Ring) -> None:
+    other = keys.read_public(ring.folder / "trainer.key").decode()
+    own = keys.read_public(ring.folder / "fusewire.key").decode()
+    mixed = tmp_path / "mixed.key_secret"
+    mixed.touch(0o600)
+    mixed.write_text(ring.secret.read_text().replace(own, other))
+    with pytest.raises(KeyFileError, match="not that of its secret key"):
+        keys.read_pair(mixed)
+
+
+def test_links_pipes_and_what_anybody_can_write_are_no_keys(tmp_path: Path, ring: Ring) -> None:
+    folder = tmp_path / "keys"
+    folder.mkdir()
+    public = ring.folder / "trainer.key"
+    (folder / "link.key").symlink_to(public)
+    os.mkfifo(folder / "pipe.key")
+    (folder / "open.key").write_bytes(public.read_bytes())
+    (folder / "open.key").chmod(0o666)
+    (folder / "fine.key").write_bytes(public.read_bytes())
+    (folder / ".hidden.key").write_text("of an editor")
+    (folder / "notes.txt").write_text("not a key")
+
+    found, wrong = keys.read_folder(folder)
+
+    assert list(found.values()) == ["fine"]
+    assert [re.split(": ", str(one))[1].split(",")[0] for one in wrong] == [
+        "is a link",
+        "its mode is 0o666",
+        "is not a regular file; put the file itself there",
+    ]
+    (tmp_path / "link.key_secret").symlink_to(ring.secret)
+    with pytest.raises(KeyFileError, match="is a link"):
+        keys.read_pair(tmp_path / "link.key_secret")
+    folder.chmod(0o777)
+    with pytest.raises(KeyFileError, match="anybody could add a key"):
+        keys.read_folder(folder)
+
+
+def test_client_keys_do_not_show_the_secret(ring: Ring) -> None:
+    assert secret_of(ring.folder / "trainer.key_secret") not in repr(ring.of("trainer"))
+    with pytest.raises(KeyFileError, match="holds a secret key"):
+        ClientKeys.load(ring.folder / "trainer.key_secret", ring.secret)
+    (ring.folder / "trainer.key").chmod(0o600)
+    with pytest.raises(KeyFileError, match="holds no secret key"):
+        ClientKeys.load(ring.folder / "trainer.key", ring.folder / "fusewire.key")
+
+
+# -------------------------------------------------------------------------------------- files and memory
+
+
+def test_the_segment_is_neither_made_nor_opened_through_a_link(tmp_path: Path) -> None:
+    """On the daemon's side and on a client's; and a client writes into nothing but a segment."""
+    target = tmp_path / "precious"
+    target.write_bytes(b"precious" * 1000)
+    link = SHM / f"fusewire-link-{os.getpid()}"
+    link.symlink_to(target)
+    try:
+        with pytest.raises(StartError, match="File exists"):
+            Segment(SHM, link.name, slot_bytes=4096, slots=2, mode=0o600)
+        with pytest.raises(OSError, match="symbolic"):
+            Attached(str(link), 4096)
+    finally:
+        link.unlink()
+    for path in (target, SHM / f"precious-{os.getpid()}"):
+        path.write_bytes(b"precious" * 1000)
+        try:
+            with pytest.raises(OSError, match="is no segment"):
+                Attached(str(path), 4096)
+            assert path.read_bytes() == b"precious" * 1000
+        finally:
+            path.unlink()
+
+
+# ------------------------------------------------------------------------------------ the command, the page
+
+
+def shell(script: str, home: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run commands as a person would: `fusewire` is found, and a failure ends them."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return subprocess.run(
+        ["bash", "-euc", script],
+        env=os.environ | {"HOME": str(home), "PATH": path} | environment,
+        capture_output=True,
+        text=True,
+        timeout=2 * TIMEOUT,
+        check=False,
+        cwd=home,
+    )
+
+
+def test_commands_over_tcp(guarded: Guarded, tmp_path: Path) -> None:
+    here = f"--endpoint {guarded.control} --server-key {shlex.quote(str(guarded.ring.folder))}/fusewire.key"
+    operator = f"--key {shlex.quote(str(guarded.ring.folder))}/operator.key_secret"
+    told = shell(f"fusewire status --json {here} {operator}", tmp_path)
+    assert (told.returncode, told.stderr) == (0, "")
+    assert msgspec.json.decode(told.stdout)["pid"] == guarded.running.process.pid
+    alone = shell(f"fusewire status {here}", tmp_path)
+    assert alone.returncode == 2
+    assert "belong together" in alone.stderr
+    refused = shell(f"fusewire status -t 1 {here} {operator.replace('operator', 'trainer')}", tmp_path)
+    assert refused.returncode == 1
+    assert "curve.operators" in refused.stderr
+    missing = shell(f"fusewire status {here} --key none.key_secret", tmp_path)
+    assert missing.returncode == 1
+    assert "none.key_secret: No such file or directory" in missing.stderr
+
+
+def test_keygen_prints_where_to_put_which(tmp_path: Path) -> None:
+    made = shell("fusewire keygen keys --name alice", tmp_path)
+    assert (made.returncode, made.stderr) == (0, "")
+    assert "keys/alice.key_secret\n  secret, mode 0600" in made.stdout
+    assert "keys/alice.key\n  public" in made.stdout
+    assert "curve.trainers" in made.stdout
+    assert secret_of(tmp_path / "keys/alice.key_secret") not in made.stdout
+    again = shell("fusewire keygen keys --name alice", tmp_path)
+    assert again.returncode == 1
+    assert "--force" in again.stderr
+
+
+def test_the_page_about_keys_works_as_written(start_daemon: StartDaemon, tmp_path: Path) -> None:
+    """Its commands, its settings and its pyzmq, in order, with this machine's folders and ports in place of its own."""
+    page = (ROOT / "docs/keys.md").read_text()
+    blocks = dict(re.findall(r"<!-- tested: (\w+) -->\n```\w+\n(.*?)```", page, re.DOTALL))
+    assert list(blocks) == ["make", "client", "settings", "push", "pyzmq", "revoke"]
+    etc, port = tmp_path / "etc", 0
+    shard = ROOT / "daemon/demo/checkpoints/v2/model-00001-of-00006.safetensors"
+
+    def local(text: str) -> str:
+        text = text.replace("/etc/fusewire", str(etc)).replace("inference-host:7001", f"127.0.0.1:{port}")
+        return re.sub(r"tcp://0\.0\.0\.0:\d+", "tcp://0.0.0.0:*", text)
+
+    def run(name: str, **environment: str) -> None:
+        done = shell(local(re.sub(r"(?m)^[#$] ", "", blocks[name])), tmp_path, **environment)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    run("make")
+    run("client")
+    client = tmp_path / ".fusewire"
+    (etc / "keys/trainers/alice.key").write_bytes((client / "alice.key").read_bytes())
+    (client / "fusewire.key").write_bytes((etc / "keys/fusewire.key").read_bytes())
+    sections = msgspec.toml.decode(local(blocks["settings"]))
+    sections["curve"]["secret_key"] = str(etc / "keys/fusewire.key_secret")
+    running = start_daemon("v2", up=False, **sections)
+    port = int(wait_log(running, "daemon.started")["ingest"].rpartition(":")[2])
+    for name in ("model.safetensors", ".fusewire/model.safetensors"):
+        (tmp_path / name).write_bytes(shard.read_bytes())
+    run("push")
+
+    snippet = subprocess.run(
+        [sys.executable, "-c", local(blocks["pyzmq"])],
+        cwd=client,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
+    )
+    assert '"status":"applied"' in snippet.stdout, snippet.stderr
+
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "systemctl").write_text(f"#!/bin/sh\nkill -HUP {running.process.pid}\n")
+    (tools / "systemctl").chmod(0o755)
+    after = len(running.log())
+    run("revoke", PATH=f"{tools}:{os.environ['PATH']}")
+    assert wait_log(running, "keys.reloaded", after)["revoked"] == 1
+    alice = ClientKeys.load(client / "alice.key_secret", client / "fusewire.key")
+    with Trainer(f"tcp://127.0.0.1:{port}", SHORT, curve=alice) as trainer, pytest.raises(DaemonUnreachable):
+        trainer.push_bytes(b"")
