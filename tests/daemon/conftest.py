@@ -216,6 +216,25 @@ def notify_socket(tmp_path: Path) -> Iterator[socket.socket]:
         yield listening
 
 
+@pytest.fixture
+def shell() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """``shell(script, home, NAME=value, ...)``: run commands; `fusewire` is found, and a failure ends them."""
+
+    def run(script: str, home: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        return subprocess.run(
+            ["bash", "-euc", script],
+            env=os.environ | {"HOME": str(home), "PATH": path} | environment,
+            capture_output=True,
+            text=True,
+            timeout=2 * TIMEOUT,
+            check=False,
+            cwd=home,
+        )
+
+    return run
+
+
 NextEvent = Callable[..., Any]
 
 
