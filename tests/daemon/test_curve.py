@@ -32,6 +32,7 @@ from fusewire.daemon import curve, endpoints, keys, settings, wire
 from fusewire.daemon.assembly import Parts, assemble
 from fusewire.daemon.client import ClientKeys, Control, DaemonUnreachable, RequestFailed, Subscriber, Trainer
 from fusewire.daemon.control import QUESTIONS
+from fusewire.daemon.control import Control as Answers
 from fusewire.daemon.errors import StartError
 from fusewire.daemon.metrics import HOST
 from fusewire.daemon.segment import Attached, Segment
@@ -661,12 +662,16 @@ def test_whatever_is_asked_the_handler_answers_and_does_not_admit(
     assert made.health() == "ok"
 
 
-def test_a_handler_that_fails_is_ill(context: Context, ring: Ring) -> None:
+def test_a_handler_that_fails_is_a_failure_of_the_daemon(tmp_path: Path, ring: Ring) -> None:
     """Then nobody new gets in: it shows in `status`, and systemd's watchdog is no longer pinged."""
-    made = guard(context, ring)
-    made.close()
-    made.answer()
-    assert "failed" in made.health()
+    parts = parts_of(tmp_path, **with_curve(ring))
+    assert parts.guard is not None
+    answers = Answers(parts, "model", lambda: "serving", lambda _: None)
+    assert "keys" not in answers.failures()
+    parts.guard.close()
+    parts.guard.answer()
+    assert "failed" in answers.failures()["keys"]
+    parts.close()
 
 
 def secret_of(path: Path) -> str:
