@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
@@ -18,6 +19,7 @@ from fusewire.model import DeepseekV2Config, DeepseekV2ForCausalLM, SlotTable
 
 from . import endpoints, wire
 from .checkpoint import shards_of
+from .curve import DOMAINS, Domain, Door, Guard, guard_of
 from .errors import StartError
 from .generator import Generation, Generator
 from .journal import Journal
@@ -83,14 +85,19 @@ class Parts:
     retention: Retention | None
     journal: Journal | None
     spool: Spool | None
-    memory_note: str = ""
-    """Why there is one generation only, if two were wanted."""
+    guard: Guard | None
+    """Which keys are accepted over TCP; None: no CURVE."""
+    doors: dict[Domain, Door]
+    """The guard's part of each socket; empty without one."""
+    start_notes: tuple[str, ...] = ()
+    """What was found at the start: one generation where two were wanted, a TCP socket without keys."""
 
     def notes(self) -> tuple[str, ...]:
         """Return what an operator should know of how the daemon had to set itself up."""
         notes = self.folder.notes() if self.folder is not None else ()
         notes += self.retention.notes() if self.retention is not None else ()
-        return (self.memory_note, *notes) if self.memory_note else notes
+        notes += self.guard.notes() if self.guard is not None else ()
+        return (*self.start_notes, *notes)
 
 
 def assemble(settings: Settings) -> Parts:
@@ -108,7 +115,11 @@ def assemble(settings: Settings) -> Parts:
         undo.callback(mailbox.close)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         undo.callback(context.destroy, linger=endpoints.LINGER_MS)
-        publisher = Publisher(context, settings.events, boot=boot, mode=mode)
+        metrics = Metrics()
+        # Before any socket is bound: it answers for each peer that comes.
+        guard = guard_of(settings.curve, os.environ, context, lambda domain: metrics.refused.labels(domain).inc())
+        doors = {domain: guard.door(domain) for domain in DOMAINS} if guard is not None else {}
+        publisher = Publisher(context, settings.events, boot=boot, mode=mode, door=doors.get("events"))
         control = Router(
             context,
             settings.control.endpoint,
@@ -116,12 +127,12 @@ def assemble(settings: Settings) -> Parts:
             setting="control.endpoint",
             max_frame=wire.CONTROL_LIMIT,
             high_water=CONTROL_HIGH_WATER,
+            door=doors.get("control"),
         )
         ingest = None
         if settings.socket.enabled:
-            ingest = SocketSource(context, settings.socket, boot=boot, mode=mode)
+            ingest = SocketSource(context, settings.socket, boot=boot, mode=mode, door=doors.get("ingest"))
             undo.callback(ingest.close)
-        metrics = Metrics()
         metrics_port = None
         if settings.metrics.enabled:
             metrics_port = metrics.start(settings.metrics.port)
@@ -154,6 +165,7 @@ def assemble(settings: Settings) -> Parts:
                 known_limit=settings.limits.known_shards,
                 policy=policy_of(settings),
                 stream_limit=settings.socket.streams,
+                client_stream_limit=settings.socket.streams_per_client,
                 keep_pushed=spool is not None and settings.socket.durability == "spool",
             ),
             loader=Loader(
@@ -173,7 +185,9 @@ def assemble(settings: Settings) -> Parts:
             retention=retention,
             journal=journal,
             spool=spool,
-            memory_note=memory_note,
+            guard=guard,
+            doors=doors,
+            start_notes=tuple(filter(None, (memory_note, *(_open_notes(settings) if guard is None else ())))),
             close=undo.pop_all().close,
         )
 
@@ -192,6 +206,14 @@ def _state(config: DeepseekV2Config, settings: Settings) -> tuple[Journal, Spool
         journal.close()
         raise
     return journal, spool
+
+
+def _open_notes(settings: Settings) -> Iterator[str]:
+    """Say which sockets any user of this host can connect to."""
+    for name in ("socket", "events", "control"):
+        endpoint = getattr(settings, name).endpoint
+        if endpoint.startswith("tcp://"):
+            yield f"{name}.endpoint = {endpoint}: every user of this host can connect; ipc, or keys (curve), prevent it"
 
 
 def coverage_of(table: SlotTable, layers: int) -> Coverage:

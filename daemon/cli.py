@@ -15,10 +15,17 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from . import client, events, render, settings, tuning
+from . import client, events, keys, render, settings, tuning
 from .errors import FusewireError, SettingsError, printable
 
 DEFAULT_CONFIG = "/etc/fusewire/fusewire.toml"
+KEYGEN = """\
+{secret}
+  secret, mode 0600. Leave it with its owner. The daemon's own: curve.secret_key, or a systemd credential.
+  A client's: fusewire push --key, FUSEWIRE_KEY, or ClientKeys.load in Python.
+{public}
+  public. Of a client: into the daemon's folder curve.trainers, curve.operators or curve.subscribers, then
+  systemctl reload fusewire. Of the daemon: to each client, as --server-key."""
 LONG = 10 * 365 * 86400.0
 """Seconds: as long as the user cares to listen."""
 
@@ -40,6 +47,18 @@ Config = Annotated[
 Endpoint = Annotated[
     Optional[str],  # noqa: UP045 - typer reads it at run time
     typer.Option("--endpoint", "-e", help="Socket of the daemon; default: from the settings file.", metavar="ENDPOINT"),
+]
+Key = Annotated[
+    Optional[Path],  # noqa: UP045 - typer reads it at run time
+    typer.Option(
+        "--key", "-k", envvar="FUSEWIRE_KEY", help="Your secret key, for a daemon that asks for it.", metavar="FILE"
+    ),
+]
+ServerKey = Annotated[
+    Optional[Path],  # noqa: UP045 - typer reads it at run time
+    typer.Option(
+        "--server-key", envvar="FUSEWIRE_SERVER_KEY", help="The daemon's public key, with --key.", metavar="FILE"
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Timeout = Annotated[float, typer.Option("--timeout", "-t", help="Seconds to wait for an answer.", min=0.01)]
@@ -63,7 +82,7 @@ def check_config(config: Config = Path(DEFAULT_CONFIG)) -> None:
 
 
 @app.command(epilog="Example: fusewire push step_7/*.safetensors --version 7")
-def push(
+def push(  # noqa: PLR0913, PLR0917 - each is an option of the command
     files: Annotated[list[Path], typer.Argument(help="Shards in safetensors' format.", metavar="FILE...")],
     version: Annotated[
         Optional[int],  # noqa: UP045 - typer reads it at run time
@@ -79,13 +98,15 @@ def push(
     config: Config = Path(DEFAULT_CONFIG),
     endpoint: Endpoint = None,
     timeout: Timeout = 60.0,
+    key: Key = None,
+    server_key: ServerKey = None,
 ) -> None:
     """Send shards to the daemon and print each answer. Exit code 1 if any was not taken."""
     if commit and version is None:
         raise typer.BadParameter("--commit needs --version: shards without one go live by themselves")
     good = True
     where = _endpoint(endpoint, config, lambda s: s.socket.endpoint)
-    with client.Trainer(where, timeout, run=trainer_run, digest=True) as trainer:
+    with client.Trainer(where, timeout, run=trainer_run, digest=True, curve=_keys(key, server_key)) as trainer:
         for file in files:
             try:
                 answers = trainer.push_file(file, version=version)
@@ -118,11 +139,13 @@ def listen(
     as_json: Json = False,
     heartbeats: Annotated[bool, typer.Option("--heartbeats", help="Print heartbeats, too.")] = False,
     seconds: Annotated[float, typer.Option("--for", help="Stop after so many seconds.", min=0.01)] = LONG,
+    key: Key = None,
+    server_key: ServerKey = None,
 ) -> None:
     """Print the daemon's state now, and then every event as it comes."""
     hears = _endpoint(events_endpoint, config, lambda s: s.events.endpoint)
     asks = _endpoint(control_endpoint, config, lambda s: s.control.endpoint)
-    with client.Subscriber(hears, asks) as subscriber:
+    with client.Subscriber(hears, asks, curve=_keys(key, server_key)) as subscriber:
         _emit(subscriber.snapshot, render.snapshot_line, as_json)
         for event in subscriber.events(timeout=seconds):
             if heartbeats or not isinstance(event, events.Heartbeat):
@@ -131,28 +154,43 @@ def listen(
 
 @app.command(epilog="Example: fusewire status --json | jq .layers.fused")
 def status(
-    config: Config = Path(DEFAULT_CONFIG), endpoint: Endpoint = None, as_json: Json = False, timeout: Timeout = 10.0
+    config: Config = Path(DEFAULT_CONFIG),
+    endpoint: Endpoint = None,
+    as_json: Json = False,
+    timeout: Timeout = 10.0,
+    key: Key = None,
+    server_key: ServerKey = None,
 ) -> None:
     """Print what the daemon is and does: model, version, layers, what waits, what was rejected."""
-    with _control(endpoint, config, timeout) as control:
+    with _control(endpoint, config, timeout, _keys(key, server_key)) as control:
         _emit(control.status(), render.status_view, as_json)
 
 
 @app.command(epilog="Example: fusewire pending")
 def pending(
-    config: Config = Path(DEFAULT_CONFIG), endpoint: Endpoint = None, as_json: Json = False, timeout: Timeout = 10.0
+    config: Config = Path(DEFAULT_CONFIG),
+    endpoint: Endpoint = None,
+    as_json: Json = False,
+    timeout: Timeout = 10.0,
+    key: Key = None,
+    server_key: ServerKey = None,
 ) -> None:
     """Print the halves that wait for their partner, and what they lack."""
-    with _control(endpoint, config, timeout) as control:
+    with _control(endpoint, config, timeout, _keys(key, server_key)) as control:
         _emit(control.pending(), render.pending_view, as_json)
 
 
 @app.command(epilog="Example: fusewire versions --json | jq .live")
 def versions(
-    config: Config = Path(DEFAULT_CONFIG), endpoint: Endpoint = None, as_json: Json = False, timeout: Timeout = 10.0
+    config: Config = Path(DEFAULT_CONFIG),
+    endpoint: Endpoint = None,
+    as_json: Json = False,
+    timeout: Timeout = 10.0,
+    key: Key = None,
+    server_key: ServerKey = None,
 ) -> None:
     """Print every version that is open, live, retired or has ended, and what keeps the open ones from going live."""
-    with _control(endpoint, config, timeout) as control:
+    with _control(endpoint, config, timeout, _keys(key, server_key)) as control:
         _emit(control.versions(), render.versions_view, as_json)
 
 
@@ -164,29 +202,45 @@ Which = Annotated[
 
 @app.command(epilog="Example: fusewire commit 42")
 def commit(
-    version: Which = None, config: Config = Path(DEFAULT_CONFIG), endpoint: Endpoint = None, timeout: Timeout = 60.0
+    version: Which = None,
+    config: Config = Path(DEFAULT_CONFIG),
+    endpoint: Endpoint = None,
+    timeout: Timeout = 60.0,
+    key: Key = None,
+    server_key: ServerKey = None,
 ) -> None:
     """Let a version go live: a verified one at once, an open one as soon as what has come of it is in place.
 
     What it did not bring is carried over from the live version.
     """
-    with _control(endpoint, config, timeout) as control:
+    with _control(endpoint, config, timeout, _keys(key, server_key)) as control:
         out.print(render.order_line("done", control.commit(version)))
 
 
 @app.command(epilog="Example: fusewire rollback")
-def rollback(config: Config = Path(DEFAULT_CONFIG), endpoint: Endpoint = None, timeout: Timeout = 60.0) -> None:
+def rollback(
+    config: Config = Path(DEFAULT_CONFIG),
+    endpoint: Endpoint = None,
+    timeout: Timeout = 60.0,
+    key: Key = None,
+    server_key: ServerKey = None,
+) -> None:
     """Make the version before live again, byte for byte. Possible until a newer version's first shard."""
-    with _control(endpoint, config, timeout) as control:
+    with _control(endpoint, config, timeout, _keys(key, server_key)) as control:
         out.print(render.order_line("done", control.rollback()))
 
 
 @app.command(epilog="Example: fusewire abort 42")
 def abort(
-    version: Which = None, config: Config = Path(DEFAULT_CONFIG), endpoint: Endpoint = None, timeout: Timeout = 10.0
+    version: Which = None,
+    config: Config = Path(DEFAULT_CONFIG),
+    endpoint: Endpoint = None,
+    timeout: Timeout = 10.0,
+    key: Key = None,
+    server_key: ServerKey = None,
 ) -> None:
     """Give up a version that is not live; what is live is not touched."""
-    with _control(endpoint, config, timeout) as control:
+    with _control(endpoint, config, timeout, _keys(key, server_key)) as control:
         out.print(render.order_line("done", control.abort(version)))
 
 
@@ -198,19 +252,26 @@ def generate(
     endpoint: Endpoint = None,
     as_json: Json = False,
     timeout: Timeout = 60.0,
+    key: Key = None,
+    server_key: ServerKey = None,
 ) -> None:
     """Continue token ids greedily with the live weights and print the new ones."""
-    with _control(endpoint, config, timeout) as control:
+    with _control(endpoint, config, timeout, _keys(key, server_key)) as control:
         reply = control.generate(token_ids, max_new_tokens)
     _emit(reply, lambda told: Text(" ".join(map(str, told.token_ids))), as_json)
 
 
 @app.command(epilog="Example: fusewire digest")
 def digest(
-    config: Config = Path(DEFAULT_CONFIG), endpoint: Endpoint = None, as_json: Json = False, timeout: Timeout = 600.0
+    config: Config = Path(DEFAULT_CONFIG),
+    endpoint: Endpoint = None,
+    as_json: Json = False,
+    timeout: Timeout = 600.0,
+    key: Key = None,
+    server_key: ServerKey = None,
 ) -> None:
     """Print a digest of all live weights: two hosts that print the same one serve the same bytes."""
-    with _control(endpoint, config, timeout) as control:
+    with _control(endpoint, config, timeout, _keys(key, server_key)) as control:
         reply = control.digest()
     _emit(reply, lambda told: Text(told.digest), as_json)
 
@@ -242,6 +303,17 @@ def inspect(
     if config is None:
         raise typer.BadParameter("give a safetensors FILE, or a config.json with --config, or both")
     _emit(inspection.plan(config, keep_fp8=not dequantize), render.plan_view, as_json)
+
+
+@app.command(epilog="Example: fusewire keygen keys --name alice")
+def keygen(
+    folder: Annotated[Path, typer.Argument(help="Where to write them; made if it is not there.", metavar="DIR")],
+    name: Annotated[str, typer.Option("--name", "-n", help="Whose they are.", metavar="NAME")],
+    force: Annotated[bool, typer.Option("--force", help="Overwrite keys of that name.")] = False,
+) -> None:
+    """Make a pair of keys for CURVE: NAME.key, to be handed out, and NAME.key_secret, for its owner alone."""
+    public, secret = keys.make(folder, name, force=force)
+    out.print(Text(KEYGEN.format(public=printable(public, 500), secret=printable(secret, 500))))
 
 
 @app.command(epilog="Example: fusewire demo --family v3")
@@ -289,8 +361,16 @@ def _endpoint(given: str | None, config: Path, of: Callable[[settings.Settings],
     return given or of(settings.load(config))
 
 
-def _control(endpoint: str | None, config: Path, timeout: float) -> client.Control:
-    return client.Control(_endpoint(endpoint, config, lambda s: s.control.endpoint), timeout)
+def _control(endpoint: str | None, config: Path, timeout: float, curve: client.ClientKeys | None) -> client.Control:
+    return client.Control(_endpoint(endpoint, config, lambda s: s.control.endpoint), timeout, curve=curve)
+
+
+def _keys(key: Path | None, server_key: Path | None) -> client.ClientKeys | None:
+    if key is None and server_key is None:
+        return None
+    if key is None or server_key is None:
+        raise typer.BadParameter("--key (yours) and --server-key (the daemon's public one) belong together")
+    return client.ClientKeys.load(key, server_key)
 
 
 def _emit(told: Any, view: Callable[[Any], Any], as_json: bool) -> None:  # noqa: ANN401 - any Struct of ours

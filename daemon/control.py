@@ -25,6 +25,9 @@ THREADS = frozenset({"loader", "generate"})
 
 Phase = Literal["starting", "serving", "stopping"]
 
+QUESTIONS = (wire.GetStatus, wire.GetSnapshot, wire.GetReplay, wire.GetPending, wire.GetVersions)
+"""What a subscriber's key is good for; the other requests are an operator's."""
+
 
 class Control:
     """Replies to control requests.
@@ -66,6 +69,7 @@ class Control:
                 if len(request.body) != 1:
                     raise ProtocolError(f"a control request is one JSON frame, not {len(request.body)}")
                 asked = wire.decode_control_request(request.body[0].bytes)
+                self._allow(asked, request.key)
             except ProtocolError as error:
                 router.reply(request.envelope, wire.Failed(error=printable(error)))
                 continue
@@ -73,10 +77,20 @@ class Control:
             if reply is not None:
                 router.reply(request.envelope, reply)
 
+    def _allow(self, asked: wire.ControlRequest, key: str) -> None:
+        door = self._parts.doors.get("control")
+        if door is not None and not isinstance(asked, QUESTIONS) and not door.is_operator(key):
+            raise ProtocolError(
+                f"{type(asked).__struct_config__.tag} is for operators, and this key is a subscriber's: put it into "
+                "curve.operators"
+            )
+
     def health(self) -> dict[str, str]:
         """Return each part without which the daemon does not do its work, and ``ok`` or what is wrong."""
         parts = self._parts
         health = {"loader": parts.loader.health(), "generate": parts.generator.health()}
+        if parts.guard is not None:
+            health["keys"] = parts.guard.health()
         if parts.folder is not None:
             health["folder"] = parts.folder.health()
         if parts.journal is not None:
@@ -159,6 +173,8 @@ class Control:
         counters["replies_undeliverable"] = parts.control.unreachable
         if parts.ingest is not None:
             counters["messages_malformed"] = parts.ingest.malformed
+        if parts.guard is not None:
+            counters |= {f"refused_at_{domain}": count for domain, count in parts.guard.refused.items()}
         return wire.Status(
             boot=parts.boot,
             pid=os.getpid(),

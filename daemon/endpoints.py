@@ -2,7 +2,7 @@
 
 What is decided here: no socket lingers longer than a stop may take, every connection has heartbeats, ipc
 sockets get their mode after binding (they follow the umask otherwise), nobody's live socket is taken over,
-and TCP is bound on loopback only as long as nothing authenticates the peers.
+and TCP is bound beyond loopback only where keys decide who may connect.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import zmq
 
+from .curve import Door
 from .errors import StartError
 
 LINGER_MS = 500
@@ -35,23 +36,28 @@ def create(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[byt
     return new
 
 
-def bind(new: zmq.Socket[bytes], endpoint: str, *, mode: int, setting: str) -> str:
+def bind(new: zmq.Socket[bytes], endpoint: str, *, mode: int, setting: str, door: Door | None = None) -> str:
     """Bind a socket; return the endpoint with wildcards resolved. A socket that can't be bound is closed.
 
     Args:
         new: Any socket.
-        endpoint: ``ipc://PATH`` or ``tcp://LOOPBACK:PORT``.
+        endpoint: ``ipc://PATH`` or ``tcp://ADDRESS:PORT``.
         mode: Permission bits of an ipc socket.
         setting: Name of the setting that the endpoint comes from, for messages.
+        door: Which keys are accepted over TCP; None: no CURVE, and no TCP but on loopback.
 
     Raises:
-        StartError: The endpoint is in use, malformed, not local, or its folder is missing or not writable.
+        StartError: The endpoint is in use, malformed, open to strangers, or its folder is missing or not writable.
     """
     path = ipc_path(endpoint)
     try:
-        _refuse_strangers(endpoint, setting)
+        _check_scheme(endpoint, setting)
         if path is not None:
             _check_ipc(path, setting)
+        elif door is not None:
+            door.secure(new, setting)
+        else:
+            _refuse_strangers(endpoint, setting)
         new.bind(endpoint)
     except zmq.ZMQError as error:
         new.close()
@@ -73,13 +79,15 @@ def ipc_path(endpoint: str) -> Path | None:
     return Path(endpoint.removeprefix(_IPC)) if endpoint.startswith(_IPC) else None
 
 
-def _refuse_strangers(endpoint: str, setting: str) -> None:
+def _check_scheme(endpoint: str, setting: str) -> None:
     scheme, _, address = endpoint.partition("://")
-    if scheme == "ipc" and address:
-        return
-    if scheme != "tcp":
-        raise StartError(f"{setting} = {endpoint}: use ipc://PATH, or tcp://127.0.0.1:PORT")
-    host = address.rpartition(":")[0].strip("[]")
+    if scheme not in {"ipc", "tcp"} or not address:
+        raise StartError(f"{setting} = {endpoint}: use ipc://PATH, or tcp://ADDRESS:PORT")
+
+
+def _refuse_strangers(endpoint: str, setting: str) -> None:
+    """Refuse to be reached from other hosts where no keys are asked for."""
+    host = endpoint.partition("://")[2].rpartition(":")[0].strip("[]")
     try:
         local = host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -87,7 +95,8 @@ def _refuse_strangers(endpoint: str, setting: str) -> None:
     if not local:
         raise StartError(
             f"{setting} = {endpoint}: {host or 'no host'} is not a loopback address, and nothing "
-            "authenticates whoever connects over TCP. Bind 127.0.0.1 or an ipc:// path."
+            "authenticates whoever connects over TCP. Bind 127.0.0.1 or an ipc:// path, or set curve.secret_key and "
+            "the folders curve.trainers, curve.operators and curve.subscribers (docs/keys.md)"
         )
 
 

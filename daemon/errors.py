@@ -73,6 +73,10 @@ class SettingsError(FusewireError):
     """The settings file is missing, malformed or holds an impossible value. The message names the key."""
 
 
+class KeyFileError(FusewireError):
+    """A key file or a folder of them can't be used. The message names it, the reason and the remedy."""
+
+
 class StartError(FusewireError):
     """The daemon can't start: an endpoint is in use, a folder is missing, a checkpoint is unusable."""
 

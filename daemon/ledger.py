@@ -119,6 +119,7 @@ class Shard:
     changed: int = 0
     claimed: int | None = None
     """The version that its folder or its message names, before it has been looked into."""
+    client: str = ""
     version: int | None = None
     slots: tuple[int, ...] = ()
     run: str | None = None
@@ -133,6 +134,19 @@ class Shard:
     """When the file was opened that ``identity`` speaks of."""
 
 
+@dataclass(slots=True)
+class Share:
+    """What one client occupies."""
+
+    held: int = 0
+    """Bytes of its shards that are in our memory."""
+    streams: int = 0
+    """Its shards that come in chunks and are not done."""
+
+
+NO_SHARE = Share()
+
+
 class Ledger:
     """Feed it stimuli with `handle`; do what it returns, in order.
 
@@ -143,6 +157,8 @@ class Ledger:
         policy: When a version goes live, and when it counts as stalled.
         stream_limit: Shards whose bytes may be coming at the same time; one more is answered ``busy``.
         keep_pushed: Whether what clients push is kept, to survive a restart.
+        client_stream_limit: The same for one client, so that others have room, too. For the same reason no client may
+            have more than half of ``held_limit``, but for a single shard.
     """
 
     def __init__(
@@ -154,6 +170,7 @@ class Ledger:
         policy: Policy | None = None,
         stream_limit: int = 16,
         keep_pushed: bool = False,
+        client_stream_limit: int = 16,
     ) -> None:
         self.books = Books()
         self.keep_pushed = keep_pushed
@@ -161,6 +178,9 @@ class Ledger:
         """What was live before a restart, while it is being restored."""
         self.held_limit = held_limit
         self.stream_limit = stream_limit
+        self.client_stream_limit = client_stream_limit
+        self.shares: dict[str, Share] = {}
+        """Client -> what it occupies, of those that occupy anything."""
         self.known_limit = known_limit
         self.rollout = Rollout(coverage, policy or Policy(), self)
         self.versions: Versions = self.rollout.versions
@@ -247,7 +267,13 @@ class Ledger:
         assert set(self.queue) == by_state[State.QUEUED]
         assert set(self.finished) == by_state[State.APPLIED] | by_state[State.REJECTED]
         assert len(self.finished) <= self.known_limit
-        assert self.held == sum(s.held for s in self.shards.values() if s.state not in FINAL)
+        present = [shard for shard in self.shards.values() if shard.state not in FINAL]
+        assert self.held == sum(shard.held for shard in present)
+        for client in {shard.client for shard in present if shard.client} | set(self.shares):
+            own = [shard for shard in present if shard.client == client]
+            share = self.shares.get(client, NO_SHARE)
+            assert share.held == sum(shard.held for shard in own)
+            assert share.streams == sum(shard.stream for shard in own) <= self.client_stream_limit
         assert not self.queue or len(self.in_flight) == IN_FLIGHT or self.stopping
         assert by_state[State.WAITING] == {key for v in self.versions.known.values() for key in v.queued}
         self.versions.validate()
@@ -286,21 +312,12 @@ class Ledger:
 
     def _meet(self, seen: Seen, out: list[Instruction]) -> None:
         """A shard that is new to us."""
-        detail = ""
-        if self.stopping:
-            detail = "the daemon is stopping"
-        elif seen.stream and len(self.streams) >= self.stream_limit:
-            detail = f"{len(self.streams)} shards are coming in chunks already (socket.streams)"
-        elif seen.held and self.held and self.held + seen.held > self.held_limit:
-            detail = (
-                f"shards of {self.held} bytes are in flight, the limit is {self.held_limit} (socket.in_flight_bytes)"
-            )
+        detail = self._why_busy(seen)
         if detail:
             out.append(Reply(seen.key, wire.Answer(status="busy", shard=seen.name, detail=detail)))
             out.append(Release(seen.key))
             return
-        self.held += seen.held
-        self.shards[seen.key] = Shard(
+        shard = self.shards[seen.key] = Shard(
             seen.key,
             seen.name,
             seen.source,
@@ -312,13 +329,52 @@ class Ledger:
             claimed=seen.claimed,
             number=self.books.number() if seen.number is None else seen.number,
             place=seen.place,
+            client=seen.client,
         )
         self.rollout.reconsider_marker(seen.claimed, seen.changed)
-        if seen.stream:
-            self.streams.add(seen.key)
+        self._occupy(shard)
         self.queue[seen.key] = None
         if seen.source == "journal":
             self.queue.move_to_end(seen.key, last=False)
+
+    def _why_busy(self, seen: Seen) -> str:
+        """Say why a new shard has to come again later; empty if it may stay."""
+        share = self.shares.get(seen.client, NO_SHARE)
+        if self.stopping:
+            return "the daemon is stopping"
+        if seen.stream and len(self.streams) >= self.stream_limit:
+            return f"{len(self.streams)} shards are coming in chunks already (socket.streams)"
+        if seen.stream and share.streams >= self.client_stream_limit:
+            return f"{share.streams} shards of yours are coming in chunks already (socket.streams_per_client)"
+        if seen.held and self.held and self.held + seen.held > self.held_limit:
+            return f"shards of {self.held} bytes are in flight, the limit is {self.held_limit} (socket.in_flight_bytes)"
+        if seen.held and share.held and share.held + seen.held > self.held_limit // 2:
+            return (
+                f"shards of yours of {share.held} bytes are in flight: one client may have half of {self.held_limit} "
+                "(socket.in_flight_bytes)"
+            )
+        return ""
+
+    def _occupy(self, shard: Shard) -> None:
+        """It is with us now, and counts against the limits."""
+        self.held += shard.held
+        if shard.stream:
+            self.streams.add(shard.key)
+        if shard.client:
+            share = self.shares.setdefault(shard.client, Share())
+            share.held += shard.held
+            share.streams += shard.stream
+
+    def _vacate(self, shard: Shard) -> None:
+        """Its room is free again."""
+        self.held -= shard.held
+        self.streams.discard(shard.key)
+        share = self.shares.get(shard.client)
+        if share is not None:
+            share.held -= shard.held
+            share.streams -= shard.stream
+            if not share.held and not share.streams:
+                del self.shares[shard.client]
 
     def _renew(self, shard: Shard, seen: Seen, _out: list[Instruction]) -> None:
         shard.identity, shard.content = seen.identity, seen.content
@@ -416,8 +472,7 @@ class Ledger:
             busy = wire.Answer(status="busy", shard=shard.name, version=shard.version, detail=printable(verdict.why))
             out += [Reply(shard.key, busy), Release(shard.key)]
             self.in_flight.discard(shard.key)
-            self.streams.discard(shard.key)
-            self.held -= shard.held
+            self._vacate(shard)
             self._forget(shard)
             return
         version, over = self.versions.meet(shard.version, now)
@@ -561,8 +616,7 @@ class Ledger:
         self.in_flight.discard(shard.key)
         self.deferred.discard(shard.key)
         self.queue.pop(shard.key, None)
-        self.streams.discard(shard.key)
-        self.held -= shard.held
+        self._vacate(shard)
         again, shard.again = shard.again, None
         shard.state, shard.slots, shard.why, shard.looks, shard.retries = state, (), "", 0, 0
         if shard.gone or shard.identity is None:  # nothing will show it again
@@ -581,7 +635,7 @@ class Ledger:
         self.rollout.reconsider_marker(seen.claimed, seen.changed)
         shard.state = State.QUEUED
         self.shards[shard.key] = shard
-        self.held += shard.held
+        self._occupy(shard)
         self.queue[shard.key] = None
 
     def _forget(self, shard: Shard) -> None:

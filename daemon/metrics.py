@@ -54,6 +54,7 @@ class Metrics:
             buckets=(0.001, 0.005, 0.02, 0.1, 0.5, 2, 10, 60),
         )
         self.leased = gauge("leased_requests", "Requests that keep the generation before from being written")
+        self.refused = counter("peers_refused", "Connections and messages refused for their key", ("socket",))
         self.version = gauge("live_version", "The live numbered version; -1 before there is one")
 
     def record(self, event: events.AnyEvent) -> None:

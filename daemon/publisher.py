@@ -9,6 +9,7 @@ import msgspec
 import zmq
 
 from . import endpoints, events, wire
+from .curve import Door
 from .settings import Events
 
 SEND_HIGH_WATER = 100_000
@@ -21,7 +22,15 @@ class Publisher:
     Every subscription is answered by a heartbeat, so that a newcomer knows from when on it hears everything.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], settings: Events, *, boot: str, mode: int) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        settings: Events,
+        *,
+        boot: str,
+        mode: int,
+        door: Door | None = None,
+    ) -> None:
         self.boot = boot
         self.seq = 0
         self.history: deque[events.AnyEvent] = deque(maxlen=settings.remembered)
@@ -29,7 +38,7 @@ class Publisher:
         # Without it the second subscriber of a topic would not be seen, nor greeted.
         self.socket.setsockopt(zmq.XPUB_VERBOSE, 1)
         self.socket.sndhwm = SEND_HIGH_WATER
-        self.endpoint = endpoints.bind(self.socket, settings.endpoint, mode=mode, setting="events.endpoint")
+        self.endpoint = endpoints.bind(self.socket, settings.endpoint, mode=mode, setting="events.endpoint", door=door)
 
     def publish(self, event: events.AnyEvent) -> events.AnyEvent:
         """Send an event now; return it as it was sent."""

@@ -13,6 +13,7 @@ import msgspec
 import zmq
 
 from . import endpoints, wire
+from .curve import Door
 
 BATCH = 64
 """Requests read in one go, so that a busy client can't keep the reactor from its other sockets."""
@@ -25,6 +26,8 @@ class Request(NamedTuple):
 
     envelope: Envelope
     body: Sequence[zmq.Frame]
+    key: str = ""
+    """The client's public key in Z85; empty where keys don't decide."""
 
 
 class Router:
@@ -37,6 +40,7 @@ class Router:
         setting: Name of the setting that ``endpoint`` comes from, for messages.
         max_frame: Longest frame in bytes; libzmq drops the connection of a client that sends a longer one.
         high_water: Messages that libzmq may queue for each client.
+        door: Which keys are accepted over TCP; None: no CURVE.
     """
 
     def __init__(
@@ -48,25 +52,36 @@ class Router:
         setting: str,
         max_frame: int,
         high_water: int,
+        door: Door | None = None,
     ) -> None:
         self.socket = endpoints.create(context, zmq.ROUTER)
         self.socket.maxmsgsize = max_frame
         self.socket.rcvhwm = high_water
         # A reply to a client that has gone is an error to count, not a message to lose unseen.
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self.endpoint = endpoints.bind(self.socket, endpoint, mode=mode, setting=setting)
+        self.endpoint = endpoints.bind(self.socket, endpoint, mode=mode, setting=setting, door=door)
+        self._door = door if door is not None and door.secured else None
         self.unreachable = 0
         """Replies that could not be delivered, since their client had gone or did not read."""
 
     def requests(self) -> Iterator[Request]:
-        """Yield what has come in, at most BATCH of it, without waiting."""
+        """Yield what has come in, at most BATCH of it, without waiting.
+
+        A client whose key has been revoked since it connected hears nothing more, as if it had tried to connect now.
+        """
         for _ in range(BATCH):
             try:
                 frames = self.socket.recv_multipart(zmq.DONTWAIT, copy=False)
             except zmq.Again:
                 return
             begin = 2 if len(frames) > 1 and not len(frames[1].buffer) else 1
-            yield Request(tuple(frame.bytes for frame in frames[:begin]), frames[begin:])
+            key = ""
+            if self._door is not None:
+                key = str(frames[-1].get("User-Id"))
+                if not self._door.admits(key):
+                    self._door.refuse(key)
+                    continue
+            yield Request(tuple(frame.bytes for frame in frames[:begin]), frames[begin:], key)
 
     def reply(self, envelope: Envelope, message: msgspec.Struct) -> None:
         """Send a reply; one that can't be delivered at once is counted and dropped."""

@@ -11,6 +11,7 @@ import zmq
 
 from . import wire
 from .errors import DaemonUnreachable, FusewireError, ProtocolError
+from .keys import ClientKeys, hint
 
 Reply = TypeVar("Reply")
 HEARTBEAT_MS = 5_000
@@ -44,11 +45,13 @@ class Requester(Closing):
     Args:
         endpoint: The daemon's socket.
         timeout: Seconds until a reply is given up, unless a call says otherwise.
+        curve: Keys, for a daemon that asks for them over TCP.
     """
 
-    def __init__(self, endpoint: str, timeout: float) -> None:
+    def __init__(self, endpoint: str, timeout: float, curve: ClientKeys | None = None) -> None:
         self.endpoint = endpoint
         self.timeout = timeout
+        self.curve = curve
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._connect()
 
@@ -90,6 +93,8 @@ class Requester(Closing):
         made.sndhwm = 1
         made.setsockopt(zmq.IMMEDIATE, 1)  # without a daemon there is nothing to queue for
         made.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        if self.curve is not None:
+            self.curve.secure(made)
         made.connect(self.endpoint)
         return made
 
@@ -102,6 +107,7 @@ class Requester(Closing):
         return DaemonUnreachable(
             f"the daemon at {self.endpoint} {what} within {timeout:g} s: is it running (systemctl status fusewire), "
             "on this host if the endpoint is ipc, and may this user write to its socket?"
+            f"{hint(self.endpoint, self.curve)}"
         )
 
 
@@ -111,12 +117,13 @@ class Control(Closing):
     Args:
         endpoint: Its control socket.
         timeout: Seconds that each call may take.
+        curve: Keys, for a daemon that asks for them over TCP: an operator's, or to ask only, a subscriber's.
 
     Every call raises DaemonUnreachable when no reply came in time, and RequestFailed when the daemon refused.
     """
 
-    def __init__(self, endpoint: str, timeout: float = 10.0) -> None:
-        self._requester = Requester(endpoint, timeout)
+    def __init__(self, endpoint: str, timeout: float = 10.0, *, curve: ClientKeys | None = None) -> None:
+        self._requester = Requester(endpoint, timeout, curve)
 
     def status(self) -> wire.Status:
         """Return what the daemon is and does."""

@@ -21,6 +21,10 @@ from .sources.filesystems import kind_of
 
 Bytes = npt.NDArray[np.uint8]
 
+PREFIX = "fusewire-"
+"""What each segment's name begins with."""
+MEMORY = frozenset({"tmpfs", "ramfs"})
+"""File systems that a segment may lie on."""
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)
 
 
@@ -39,7 +43,7 @@ class Segment:
     """
 
     def __init__(self, folder: Path, name: str, *, slot_bytes: int, slots: int, mode: int) -> None:
-        if kind_of(folder) not in {"tmpfs", "ramfs"}:
+        if kind_of(folder) not in MEMORY:
             raise StartError(f"socket.shared_path = {folder}: has to be a folder on a tmpfs, such as /dev/shm")
         self.slot_bytes = slot_bytes
         self.slots = slots
@@ -80,14 +84,16 @@ class Attached:
         slot_bytes: Size of a slot.
 
     Raises:
-        OSError: It can't be opened: another host, or not allowed.
+        OSError: It can't be opened (another host, or not allowed), or is no segment: whoever answers as a daemon must
+            not have us write into any file that it names.
     """
 
     def __init__(self, path: str, slot_bytes: int) -> None:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode) or status.st_size < slot_bytes:
+            ours = Path(path).name.startswith(PREFIX) and kind_of(Path(path).parent) in MEMORY
+            if not ours or not stat.S_ISREG(status.st_mode) or status.st_size < slot_bytes:
                 raise OSError(f"{path} is no segment")
             self._map = mmap.mmap(descriptor, status.st_size, flags=mmap.MAP_SHARED | _POPULATE)
         finally:

@@ -14,6 +14,7 @@ import zmq
 
 from . import wire
 from .errors import DaemonUnreachable, ProtocolError, printable
+from .keys import ClientKeys, hint
 from .rpc import HEARTBEAT_MS, Closing
 from .segment import Attached
 
@@ -30,10 +31,14 @@ class Sender(Closing):
         endpoint: The daemon's ingest socket.
         welcome: Its greeting.
         shared: Whether to use its shared memory if that can be mapped.
+        curve: Keys, for a daemon that asks for them over TCP.
     """
 
-    def __init__(self, endpoint: str, welcome: wire.Welcome, *, shared: bool = True) -> None:
+    def __init__(
+        self, endpoint: str, welcome: wire.Welcome, *, shared: bool = True, curve: ClientKeys | None = None
+    ) -> None:
         self._endpoint = endpoint
+        self._curve = curve
         self._chunk_bytes = welcome.chunk_bytes
         self._segment: Attached | None = None
         if shared and welcome.shared:
@@ -44,6 +49,8 @@ class Sender(Closing):
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.linger = 0
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        if curve is not None:
+            curve.secure(self._socket)
         self._socket.connect(endpoint)
 
     @property
@@ -119,7 +126,10 @@ class Sender(Closing):
     def _receive(self, deadline: float, timeout: float) -> wire.Answer | wire.Credit:
         left = deadline - time.monotonic()
         if left <= 0 or not self._socket.poll(round(left * 1000)):
-            raise DaemonUnreachable(f"the daemon at {self._endpoint} did not take the shard within {timeout:g} s")
+            raise DaemonUnreachable(
+                f"the daemon at {self._endpoint} did not take the shard within {timeout:g} s"
+                f"{hint(self._endpoint, self._curve)}"
+            )
         frames = self._socket.recv_multipart()
         reply = wire.decode_ingest_reply(frames[-1])
         if isinstance(reply, wire.Welcome):

@@ -176,6 +176,8 @@ class Service:
         self._poller.register(parts.control.socket, zmq.POLLIN)
         if parts.ingest is not None:
             self._poller.register(parts.ingest.socket, zmq.POLLIN)
+        if parts.guard is not None:
+            self._poller.register(parts.guard.socket, zmq.POLLIN)
         parts.loader.start()
         parts.generator.start()
         for part in (parts.retention, parts.spool, parts.journal):
@@ -274,6 +276,8 @@ class Service:
                     self._heartbeat()
             elif ready is parts.control.socket:
                 self.control.answer()
+            elif parts.guard is not None and ready is parts.guard.socket:
+                parts.guard.answer()
             else:
                 self._take_offers()
         if self.ledger.versions.leased:
@@ -370,6 +374,7 @@ class Service:
                 held=held,
                 stream=offer.nbytes is not None,
                 claimed=offer.version,
+                client=offer.client,
                 now=now,
             )
         )
@@ -651,6 +656,8 @@ class Service:
         serving = self.phase == "serving"  # else the READY=1 after it would say that a start has ended
         if serving:
             notify.reloading()
+        if self.parts.guard is not None:
+            self.parts.guard.reload()
         try:
             outcome = reload.compare(self.settings, settings_module.load(self.config_path))
         except FusewireError as error:

@@ -71,6 +71,8 @@ class Socket(_Section, frozen=True, kw_only=True):
     """Bytes of chunks that one client may have on their way; all streams have as much together as each its own."""
     streams: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 16
     """Shards that may be coming in chunks at the same time; one more is answered ``busy``."""
+    streams_per_client: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 8
+    """The same for one client: a connection, or with CURVE a key; one more is answered ``busy``."""
     stream_timeout: Seconds = 30.0
     """Seconds without a chunk after which a shard is given up."""
     shared_memory: bool = True
@@ -96,6 +98,19 @@ class Control(_Section, frozen=True, kw_only=True):
     """Mode of all ipc sockets."""
     generate_queue: Count = 8
     """``generate`` requests that may wait; one more is refused."""
+
+
+class Curve(_Section, frozen=True, kw_only=True):
+    """Who may speak over TCP."""
+
+    secret_key: str = ""
+    """File of the daemon's secret key; empty: systemd's credential ``fusewire.key`` if there is one, else no CURVE."""
+    trainers: str = ""
+    """Folder of public keys, one ``*.key`` each: who may push."""
+    operators: str = ""
+    """The same: who may ask, order and listen."""
+    subscribers: str = ""
+    """The same: who may listen, and ask how things stand."""
 
 
 class Versions(_Section, frozen=True, kw_only=True):
@@ -180,6 +195,7 @@ class Settings(_Section, frozen=True, kw_only=True):
     socket: Socket = Socket()
     events: Events = Events()
     control: Control = Control()
+    curve: Curve = Curve()
     versions: Versions = Versions()
     fusion: Fusion = Fusion()
     limits: Limits = Limits()
@@ -243,5 +259,9 @@ def _resolved(settings: Settings, base: Path) -> Settings:
         events=replace(settings.events, endpoint=endpoint(settings.events.endpoint)),
         control=replace(settings.control, endpoint=endpoint(settings.control.endpoint)),
         state=replace(settings.state, path=absolute(settings.state.path)),
+        curve=replace(
+            settings.curve,
+            **{key: absolute(getattr(settings.curve, key)) for key in settings.curve.__struct_fields__},
+        ),
         versions=replace(settings.versions, archive=absolute(settings.versions.archive)),
     )

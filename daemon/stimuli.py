@@ -54,6 +54,8 @@ class Seen(ShardStimulus):
     """Its number, if it was written down before a restart; None: it gets a new one."""
     place: str = ""
     """Where its bytes lie, within what ``source`` says; empty for what comes from a client."""
+    client: str = ""
+    """Which client it came from, if from one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

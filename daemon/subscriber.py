@@ -18,6 +18,7 @@ import zmq
 from . import events, wire
 from .errors import DaemonUnreachable
 from .events import AnyEvent
+from .keys import ClientKeys, hint
 from .rpc import HEARTBEAT_MS, Closing, Control
 
 ANY: Final = "any"
@@ -34,6 +35,7 @@ class Subscriber(Closing):
         control_endpoint: Its control socket.
         timeout: Seconds in which it has to greet us and to answer questions.
         silence: Seconds without a heartbeat after which the daemon counts as gone.
+        curve: Keys, for a daemon that asks for them over TCP: a subscriber's or an operator's.
 
     Attributes:
         snapshot: The state that the picture began with.
@@ -48,11 +50,17 @@ class Subscriber(Closing):
     """
 
     def __init__(
-        self, events_endpoint: str, control_endpoint: str, timeout: float = 10.0, silence: float = SILENCE
+        self,
+        events_endpoint: str,
+        control_endpoint: str,
+        timeout: float = 10.0,
+        silence: float = SILENCE,
+        *,
+        curve: ClientKeys | None = None,
     ) -> None:
         self._endpoint = events_endpoint
         self._silence = silence
-        self._control = Control(control_endpoint, timeout)
+        self._control = Control(control_endpoint, timeout, curve=curve)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.SUB)
         self._socket.linger = 0
@@ -60,6 +68,8 @@ class Subscriber(Closing):
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
         self._socket.subscribe(b"")
+        if curve is not None:
+            curve.secure(self._socket)
         self._socket.connect(events_endpoint)
         self._heard: deque[AnyEvent] = deque()
         """Events that have been taken into the picture and not been given out yet."""
@@ -73,7 +83,7 @@ class Subscriber(Closing):
             if not self._socket.poll(round(timeout * 1000)):
                 raise DaemonUnreachable(
                     f"no daemon publishes at {events_endpoint} (waited {timeout:g} s): is it running, on this host if "
-                    "the endpoint is ipc, and may this user write to its socket?"
+                    f"the endpoint is ipc, and may this user write to its socket?{hint(events_endpoint, curve)}"
                 )
             self._take_snapshot()
         except BaseException:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from . import wire
 from .errors import FusewireError, ProtocolError, ShardRejected, printable
+from .keys import ClientKeys
 from .rpc import Closing, Requester
 from .sending import Sender
 from .shard import LENGTH_BYTES, ShardHeader, TensorEntry, header_length, parse_header
@@ -112,6 +113,7 @@ class Trainer(Closing):
         run: The trainer's incarnation: a new one, of any name, restarts the numbering of versions.
         digest: Whether to send an xxh3-128 of each shard's data, for the daemon to check.
         shared_memory: Whether to hand large shards over in the daemon's shared memory, if it is on this host.
+        curve: Keys, for a daemon that asks for them over TCP.
 
     A rejection is an answer (``status == "rejected"``), not an exception. DaemonUnreachable is raised when no
     answer came in time; what was sent may then have been applied or not, and may safely be sent again.
@@ -125,8 +127,9 @@ class Trainer(Closing):
         run: str | None = None,
         digest: bool = False,
         shared_memory: bool = True,
+        curve: ClientKeys | None = None,
     ) -> None:
-        self._requester = Requester(endpoint, timeout)
+        self._requester = Requester(endpoint, timeout, curve)
         self._run = run
         self._digest = digest
         self._shared = shared_memory
@@ -181,7 +184,8 @@ class Trainer(Closing):
 
     def _stream(self, source: _Source, version: int | None, name: str | None) -> wire.Answer:
         if self._sender is None:
-            self._sender = Sender(self._requester.endpoint, self.welcome, shared=self._shared)
+            requester = self._requester
+            self._sender = Sender(requester.endpoint, self.welcome, shared=self._shared, curve=requester.curve)
         digest = source.digest() if self._digest else None
         begin = wire.Begin(stream="", nbytes=source.nbytes, version=version, name=name, run=self._run, xxh3=digest)
         sender = self._sender

@@ -15,11 +15,14 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FOLDERS = {"fusewire.daemon": ROOT / "daemon", "fusewire.model": ROOT / "model"}
 CORE = {
+    "fusewire.daemon.books",
     "fusewire.daemon.errors",
     "fusewire.daemon.events",
+    "fusewire.daemon.holdings",
     "fusewire.daemon.ledger",
     "fusewire.daemon.lifecycle",
     "fusewire.daemon.progress",
+    "fusewire.daemon.records",
     "fusewire.daemon.reload",
     "fusewire.daemon.rollout",
     "fusewire.daemon.roster",

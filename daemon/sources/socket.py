@@ -15,9 +15,10 @@ import numpy.typing as npt
 import zmq
 
 from fusewire.daemon import endpoints, wire
+from fusewire.daemon.curve import Door
 from fusewire.daemon.errors import ProtocolError, Reason, printable
 from fusewire.daemon.router import Envelope, Request, Router
-from fusewire.daemon.segment import Segment, folder_for
+from fusewire.daemon.segment import PREFIX, Segment, folder_for
 from fusewire.daemon.settings import Socket
 
 from .streams import Streams
@@ -39,6 +40,8 @@ class Offer:
     """The whole shard; its memory is the message's own, nothing was copied."""
     run: str | None
     xxh3: str | None
+    client: str
+    """Whoever sent it: a key, or where keys don't decide, a connection."""
     nbytes: int | None = None
     """If the shard comes in chunks: the size of its data section, and ``payload`` is its head."""
 
@@ -78,7 +81,15 @@ Came: TypeAlias = Offer | Order | Piece | Broken
 class SocketSource:
     """Takes ``put`` requests from the ingest socket and answers each exactly once."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], settings: Socket, *, boot: str, mode: int) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        settings: Socket,
+        *,
+        boot: str,
+        mode: int,
+        door: Door | None = None,
+    ) -> None:
         self._segment: Segment | None = None
         self._router = Router(
             context,
@@ -87,6 +98,7 @@ class SocketSource:
             setting="socket.endpoint",
             max_frame=max(settings.max_put_bytes, wire.HEADER_LIMIT),
             high_water=HIGH_WATER,
+            door=door,
         )
         self._clients: dict[str, Envelope] = {}
         self._count = 0
@@ -96,7 +108,7 @@ class SocketSource:
         if settings.shared_memory:
             self._segment = Segment(
                 folder_for(settings.shared_path, endpoints.ipc_path(self.endpoint)),
-                f"fusewire-{boot}",
+                f"{PREFIX}{boot}",
                 slot_bytes=settings.chunk_bytes,
                 slots=max(2, settings.window_bytes // settings.chunk_bytes),
                 mode=mode,
@@ -205,4 +217,5 @@ class SocketSource:
             payload=request.body[1],
             run=header.run,
             xxh3=header.xxh3,
+            client=request.key or request.envelope[0].hex(),
         )

@@ -237,6 +237,25 @@ def notify_socket(tmp_path: Path) -> Iterator[socket.socket]:
         yield listening
 
 
+@pytest.fixture
+def shell() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """``shell(script, home, NAME=value, ...)``: run commands; `fusewire` is found, and a failure ends them."""
+
+    def run(script: str, home: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        return subprocess.run(
+            ["bash", "-euc", script],
+            env=os.environ | {"HOME": str(home), "PATH": path} | environment,
+            capture_output=True,
+            text=True,
+            timeout=2 * TIMEOUT,
+            check=False,
+            cwd=home,
+        )
+
+    return run
+
+
 NextEvent = Callable[..., Any]
 
 
@@ -275,9 +294,15 @@ class Driver:
         known_limit: int = 1000,
         policy: Policy | None = None,
         stream_limit: int = 16,
+        client_stream_limit: int = 16,
     ) -> None:
         self.ledger = Ledger(
-            COVERAGE, held_limit=held_limit, known_limit=known_limit, policy=policy, stream_limit=stream_limit
+            COVERAGE,
+            held_limit=held_limit,
+            known_limit=known_limit,
+            policy=policy,
+            stream_limit=stream_limit,
+            client_stream_limit=client_stream_limit,
         )
         self.now = 0.0
         self.leased = 0

@@ -325,6 +325,48 @@ def test_unproven_bytes_unfill_their_slots(drive: Driver) -> None:
     assert drive.ledger.versions.staged.filled == set()
 
 
+def test_no_client_takes_all_the_room_there_is_for_shards_in_flight(drive: Driver) -> None:
+    def send(key: str, client: str, held: int) -> list[str]:
+        seen = Seen(key=key, name=key, source="socket", held=held, client=client, now=0)
+        return [answer.detail for answer in answers(drive(seen))]
+
+    assert send("a", "greedy", 40) == []
+    assert send("b", "greedy", 10) == []
+    (why,) = send("c", "greedy", 1)
+    assert "one client may have half of 100" in why
+    assert send("d", "modest", 50) == [], "there is room for others"
+    drive.inspected("a")
+    drive.placed("a")
+    assert send("e", "greedy", 40) == []
+    assert set(drive.ledger.shares) == {"greedy", "modest"}
+    for key in ("b", "d", "e"):
+        drive.inspected(key)
+        drive.placed(key)
+    assert drive.ledger.shares == {}
+    assert send("f", "greedy", 90) == [], "a single one may be larger"
+
+
+def test_no_client_takes_all_streams(new_driver: Callable[..., Driver]) -> None:
+    drive = new_driver(stream_limit=3, client_stream_limit=2)
+
+    def begin(key: str, client: str) -> list[str]:
+        return [
+            answer.detail
+            for answer in answers(
+                drive(Seen(key=key, name=key, source="socket", held=1, stream=True, client=client, now=0))
+            )
+        ]
+
+    assert begin("a", "greedy") == begin("b", "greedy") == []
+    (why,) = begin("c", "greedy")
+    assert "socket.streams_per_client" in why
+    assert begin("d", "modest") == []
+    (why,) = begin("e", "modest")
+    assert "(socket.streams)" in why
+    drive(Refused(key="a", now=0, reason=Reason.CLIENT_SILENT, detail="", unfilled=()))
+    assert begin("f", "greedy") == []
+
+
 def test_stopping_answers_clients_and_starts_nothing(drive: Driver) -> None:
     for n in range(5):
         drive.seen(f"s{n}", identity=None, held=1)

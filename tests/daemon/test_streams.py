@@ -359,6 +359,33 @@ def test_too_many_streams_are_told_to_wait(
     assert isinstance(second.hear(), wire.Credit)
 
 
+def test_one_client_cannot_take_all_streams(
+    start_daemon: StartDaemon, checkpoint_tensors: Golden, raw: Callable[[Any], Raw]
+) -> None:
+    base = checkpoint_tensors("v2")
+    names = list(base)[:4]
+    daemon = start_daemon("v2", socket=SMALL | {"streams": 3, "streams_per_client": 2, "stream_timeout": 20.0})
+    greedy, modest = raw(daemon), raw(daemon)
+    data = [greedy.begin(save({name: base[name]}), name, version=1) for name in names[:2]]
+    assert [type(greedy.hear()) for _ in range(2)] == [wire.Credit, wire.Credit]
+    greedy.begin(save({names[2]: base[names[2]]}), names[2], version=1)
+    refused = greedy.hear()
+    assert (refused.status, refused.stream) == ("busy", names[2])
+    assert "socket.streams_per_client" in refused.detail
+    modest.begin(save({names[3]: base[names[3]]}), version=1)
+    assert isinstance(modest.hear(), wire.Credit)
+    position = 0
+    while position < len(data[0]):
+        piece = data[0][position : position + 65536]
+        greedy.say(wire.Chunk(stream=names[0], offset=position), piece)
+        position += len(piece)
+    while not isinstance(answer := greedy.hear(), wire.Answer):
+        pass
+    assert answer.status == "applied"
+    greedy.begin(save({names[2]: base[names[2]]}), names[2], version=1)
+    assert isinstance(greedy.hear(), wire.Credit)
+
+
 # --------------------------------------------------------------------------------------- credit, alone
 
 
