@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types test-gpu run bench-quick bench clean
+.PHONY: help demo test lint types test-gpu fuzz run bench-quick bench soak clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target text; do printf '%-20s %s\n' "$$target" "$$text"; done
@@ -30,6 +30,9 @@ types: $(STAMP) ## mypy, strict
 test-gpu: $(STAMP) ## the tests that need a CUDA device
 	$(BIN)/pytest -m gpu
 
+fuzz: $(STAMP) ## 100,000 hostile inputs for everything that reads what comes from outside
+	$(BIN)/python tests/fuzz/run.py
+
 run: $(STAMP) ## a daemon in this checkout; CONFIG=FILE for other settings than config/dev.toml
 	@mkdir -p run/shards
 	@exec $(BIN)/fusewire run --config $(CONFIG)
@@ -46,8 +49,11 @@ bench: $(STAMP) ## benchmarks; prints ratios to a memcpy measured in the same ru
 	$(BIN)/python benchmarks/ingest.py
 	$(BIN)/python benchmarks/latency.py
 
+soak: $(STAMP) ## 10,000 versions by both transports: memory, file descriptors and latency stay what they are
+	$(BIN)/python benchmarks/soak.py
+
 clean: ## remove everything that these targets made, .venv too
-	rm -rf $(VENV) build dist run *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis benchmarks/results
+	rm -rf $(VENV) build dist run *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis benchmarks/results fuzz-failures
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Installed once, and again when what is to be installed changes. The stamp comes last: an interrupted installation is

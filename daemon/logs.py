@@ -91,6 +91,7 @@ def configure(settings: Log, stream: TextIO | None = None) -> None:
         root.removeHandler(old)
     root.addHandler(handler)
     logging.raiseExceptions = False  # a line that can't be written is lost, not the daemon
+    logging.captureWarnings(capture=True)  # or a library's come out between the lines, as they are
     set_level(settings.level)
     structlog.configure(
         processors=[

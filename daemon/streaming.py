@@ -137,7 +137,9 @@ class Stream:
         self._rest = piece[whole:].tobytes()
         if not whole:
             return
-        values = torch.from_numpy(np.ascontiguousarray(piece[:whole])).view(TORCH_DTYPES[copy.dtype])
+        values = torch.from_numpy(piece[:whole].copy()).view(
+            TORCH_DTYPES[copy.dtype]
+        )  # torch wants to own what it reads
         if not compare:
             destination.write(first, values)
         elif not destination.holds(first, values):
