@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types test-gpu test-systemd run bench-quick bench bench-gpu clean
+.PHONY: help demo test lint types test-gpu test-systemd fuzz campaign run bench-quick bench bench-gpu soak clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target text; do printf '%-20s %s\n' "$$target" "$$text"; done
@@ -32,6 +32,12 @@ test-gpu: $(STAMP) ## the tests that need a CUDA device
 
 test-systemd: $(STAMP) ## as root: the service on a Debian booted for it; needs debootstrap and systemd-nspawn
 	$(BIN)/python tests/nspawn.py
+
+fuzz: $(STAMP) ## 100,000 hostile inputs for everything that reads what comes from outside
+	$(BIN)/python tests/fuzz/run.py
+
+campaign: $(STAMP) ## 200 times kill -9 while versions come; after each, every byte is compared
+	$(BIN)/python -u tests/campaign.py
 
 run: $(STAMP) ## a daemon in this checkout; CONFIG=FILE for other settings than config/dev.toml
 	@mkdir -p run/shards
@@ -58,8 +64,11 @@ bench: $(STAMP) ## benchmarks; ratios to a memcpy measured in the same run; writ
 bench-gpu: $(STAMP) ## from files to a GPU, beside a plain copy from pinned memory; needs a CUDA device
 	$(BIN)/python benchmarks/gpu.py
 
+soak: $(STAMP) ## 10,000 versions by both transports: memory, file descriptors and latency stay what they are
+	$(BIN)/python benchmarks/soak.py
+
 clean: ## remove everything that these targets made, .venv too
-	rm -rf $(VENV) build dist run *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis benchmarks/results
+	rm -rf $(VENV) build dist run *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis benchmarks/results fuzz-failures
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Installed once, and again when what is to be installed changes. The stamp comes last: an interrupted installation is

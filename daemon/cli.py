@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, Optional
 
-import msgspec
 import typer
 from rich.console import Console
 from rich.text import Text
@@ -375,7 +374,7 @@ def _keys(key: Path | None, server_key: Path | None) -> client.ClientKeys | None
 
 def _emit(told: Any, view: Callable[[Any], Any], as_json: bool) -> None:  # noqa: ANN401 - any Struct of ours
     if as_json:
-        sys.stdout.write(msgspec.json.encode(told).decode() + os.linesep)
+        sys.stdout.write(render.json_line(told) + os.linesep)
         sys.stdout.flush()
     else:
         out.print(view(told))

@@ -7,7 +7,6 @@ msgspec.ValidationError) are translated where they occur, at the edge that owns 
 from __future__ import annotations
 
 import enum
-import unicodedata
 
 DETAIL_LIMIT = 200
 """Longest detail, in characters, that leaves the daemon in an answer or an event."""
@@ -110,11 +109,9 @@ def printable(text: object, limit: int = DETAIL_LIMIT) -> str:
         limit: Longest result, in characters; a cut is marked with an ellipsis.
 
     Returns:
-        Text in which each control, format, surrogate and unassigned character is escaped (``\\x1b``), so
-        that it can neither break a log line nor drive a terminal.
+        Text in which each control, format, surrogate and unassigned character is escaped (``\\x1b``), and each
+        separator but the space: it can neither break a line nor drive a terminal.
     """
     raw = str(text)[: limit + 1]
-    safe = "".join(
-        char if unicodedata.category(char)[0] != "C" else char.encode("unicode_escape").decode("ascii") for char in raw
-    )
+    safe = "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in raw)
     return safe if len(safe) <= limit else safe[: limit - 1] + "…"

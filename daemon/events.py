@@ -196,7 +196,7 @@ def decode(frames: list[bytes]) -> AnyEvent:
         raise ProtocolError(f"an event's sequence frame has 8 bytes, not {len(sequence)}")
     try:
         event = _decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"event {printable(topic, 60)}: {printable(error)}") from error
     if event.seq != _SEQUENCE.unpack(sequence)[0] or event.topic.encode() != topic:
         raise ProtocolError(f"event {printable(topic, 60)}: its frames contradict each other")

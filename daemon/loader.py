@@ -444,8 +444,8 @@ class Loader:
         in_place = self.model.staging.in_place
         if in_place and self.model.serving and not payload.proven:
             payload = self._buffered(payload)
-        if in_place and self._checks.finite:
-            self._refuse_not_finite(payload, shard.plan)
+        if in_place:
+            self._look_first(payload, shard)
         entries = {entry.name: entry for entry in payload.header.tensors}
         repeats = () if shard.again else self.model.repeats(shard.plan, version)
         differing = self._copier.compare(payload, _copies(entries, repeats))
@@ -459,7 +459,8 @@ class Loader:
             with update.writing(GATE_TIMEOUT), self._written(update) as beside:
                 for one_round in update.rounds:
                     self._copier.run(payload, _copies(entries, one_round), beside)
-                self._check_digest(payload, shard.xxh3)
+                if not in_place:
+                    self._check_digest(payload, shard.xxh3)
                 payload.verify()
                 report = self.model.finish(update)
         except BaseException as error:  # noqa: BLE001 - the update has to be given up whatever happened
@@ -764,10 +765,13 @@ class Loader:
             return RolledBack(now=time.monotonic(), ticket=ticket, failure=str(error))
         return RolledBack(now=time.monotonic(), ticket=ticket, leased=leased)
 
-    def _refuse_not_finite(self, payload: Payload, plan: LoadPlan) -> None:
-        """In place there is no staged copy to look at: the shard itself is searched before a byte of it is applied."""
+    def _look_first(self, payload: Payload, shard: _Open) -> None:
+        """In place there is no staged copy to look at: the shard itself is, before a byte of it reaches live rows."""
+        self._check_digest(payload, shard.xxh3)
+        if not self._checks.finite:
+            return
         entries = {entry.name: entry for entry in payload.header.tensors}
-        found = self._copier.search(payload, [entries[slot.name] for slot in plan.slots])
+        found = self._copier.search(payload, [entries[slot.name] for slot in shard.plan.slots])
         if found:
             raise ShardRejected(Reason.NOT_FINITE, f"NaN or infinity in {', '.join(found[:5])}")
 
@@ -834,4 +838,4 @@ def _offence(error: WeightsError) -> tuple[Reason, str]:
     log.warning("shard.offenders", offenders=[f"{o.name}: {o.detail}" for o in offenders[:50]], count=len(offenders))
     first = offenders[0]
     more = f" (and {len(offenders) - 1} more, see the log)" if len(offenders) > 1 else ""
-    return Reason(first.kind), f"{first.name}: {first.detail}{more}"
+    return Reason(first.kind), f"{printable(first.name, 100)}: {first.detail}{more}"

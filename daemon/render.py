@@ -6,10 +6,12 @@ Everything from outside passes through `printable` and is never read as rich's m
 from __future__ import annotations
 
 import itertools
+import json
 import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -35,6 +37,12 @@ _ICONS: dict[type[events.Event], tuple[str, str]] = {
 }
 SHOWN = 10
 """Entries of a list that are shown; the rest is counted."""
+
+
+def json_line(told: msgspec.Struct) -> str:
+    """One line of JSON for a program. All but printable ASCII is escaped; nothing is cut, nothing is lost."""
+    text = json.dumps(msgspec.to_builtins(told), separators=(",", ":"))
+    return text.replace("\x7f", "\\u007f")
 
 
 def ranges(numbers: Iterable[int]) -> str:
@@ -206,7 +214,7 @@ def _table(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]
 
 def inspection_view(found: Inspection) -> RenderableType:
     """All tensors of a shard, and where each would go."""
-    table = Table(title=f"{printable(found.shard)}: {len(found.tensors)} tensors, {size(found.nbytes)}")
+    table = Table(title=Text(f"{printable(found.shard)}: {len(found.tensors)} tensors, {size(found.nbytes)}"))
     for column in ("tensor", "dtype", "shape", "size", "fate", "where, or why not"):
         table.add_column(column, overflow="fold")
     for line in found.tensors:

@@ -62,7 +62,7 @@ from .stimuli import (
     Tick,
     Verify,
 )
-from .versions import Claim, versions_of_path
+from .versions import Claim, run_of, versions_of_path
 
 log = structlog.get_logger()
 
@@ -396,7 +396,7 @@ class Service:
                 slots=slots,
                 unknown=tuple(map(printable, unknown)),
                 by_trainer=True,
-                run=request.run,
+                run=run_of(request.run, {}),
             )
         )
 

@@ -222,11 +222,14 @@ def load(path: str | os.PathLike[str]) -> Settings:
         ) from error
     except msgspec.ValidationError as error:
         raise SettingsError(f"settings file {path}: {printable(error)}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:  # an int of thousands of digits is a ValueError
         raise SettingsError(f"settings file {path}: not valid TOML: {printable(error)}") from error
     if settings.versions.retention == "archive" and not settings.versions.archive:
         raise SettingsError(f'settings file {path}: versions.retention = "archive" needs versions.archive, a folder')
-    return _resolved(settings, path.absolute().parent)
+    try:
+        return _resolved(settings, path.absolute().parent)
+    except ValueError as error:
+        raise SettingsError(f"settings file {path}: {printable(error)}") from error
 
 
 def dumps(settings: Settings) -> str:
@@ -236,7 +239,12 @@ def dumps(settings: Settings) -> str:
 
 def _resolved(settings: Settings, base: Path) -> Settings:
     def absolute(value: str) -> str:
-        return str(base / Path(value).expanduser()) if value else value
+        if "\0" in value:
+            raise ValueError(f"no path can be {value!r}: it holds a NUL")
+        try:
+            return str(base / Path(value).expanduser()) if value else value
+        except RuntimeError as error:
+            raise ValueError(f"the path {value!r} names a user without a home folder") from error
 
     def endpoint(value: str) -> str:
         scheme, separator, address = value.partition("://")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Annotated, Any, NamedTuple
@@ -182,6 +183,8 @@ class _Top(msgspec.Struct, gc=False):
 
 _ENTRIES = msgspec.json.Decoder(dict[str, _Entry])
 _TOP = msgspec.json.Decoder(_Top)
+_MINUS_ZERO = re.compile(rb"[\[,\s]-0[\],\s]")
+"""In a list of numbers, or in a name that looks like one. msgspec takes it for 0, safetensors for a float."""
 
 
 def _decode(text: bytes) -> tuple[dict[str, _Entry], dict[str, str]]:
@@ -203,7 +206,14 @@ def _decode(text: bytes) -> tuple[dict[str, _Entry], dict[str, str]]:
     colons += _colons(entries) + _colons(metadata) + _colons(metadata.values()) - _escaped_colons(text)
     if not text.startswith(b"{") or text.count(b":") != colons:
         raise _explained(text, "a key in the header stands twice, is missing, or does not belong there")
+    if b"-0" in text and _MINUS_ZERO.search(text) and b"-" in _outside_of_strings(text):
+        raise ShardRejected(Reason.MALFORMED_HEADER, "a number in the header is -0: not all readers take that for 0")
     return entries, metadata
+
+
+def _outside_of_strings(text: bytes) -> bytes:
+    """Return what is left of JSON without its strings."""
+    return b"".join(text.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')[::2])
 
 
 def _colons(strings: Iterable[str]) -> int:

@@ -24,6 +24,8 @@ _HEADER_ROOM = 1024 * 1024
 """Bytes that are left for a part's header when a shard is split."""
 _HEADER_LIMIT = 100_000_000
 _DIGEST_BYTES = 4 << 20
+_NAME_CHARACTERS = 180
+"""Of a file's name, which may hold what is no text at all; with the number of a part it still fits into a message."""
 _CACHED_BYTES = 512 << 10
 """Block that memcpy does not take for one that had better go past the cache."""
 
@@ -251,7 +253,7 @@ class Trainer(Closing):
             DaemonUnreachable: No answer came in time.
         """
         path = Path(path)
-        name = name or path.name
+        name = printable(name or path.name, _NAME_CHARACTERS)
         size = path.stat().st_size
         if self._in_chunks(size):
             with path.open("rb") as file:

@@ -63,7 +63,8 @@ def run_of(told: str | None, metadata: Mapping[str, str]) -> str | None:
     if told is not None and inside is not None and told != inside:
         detail = f"the message says run {printable(told, 40)}, the metadata {printable(inside, 40)}"
         raise ShardRejected(Reason.VERSION_DISAGREEMENT, detail)
-    return told or (printable(inside) if inside else None)
+    run = told or inside
+    return printable(run) if run else None
 
 
 def digest_of(told: str | None, metadata: Mapping[str, str]) -> str | None:

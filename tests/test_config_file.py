@@ -99,6 +99,31 @@ def test_a_misspelt_key_in_the_file_is_an_error_that_names_it(tmp_path: Path) ->
         settings.load(changed)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\xff",
+        "model = " + "[" * 10_000,
+        "model = " + "{a=" * 10_000,
+        "model = " + "9" * 5000,
+        'model = {config = "a\\u0000b"}',
+        'model = {config = "~nobody-of-this-name/x"}',
+        'model = {config = "x"}\nevents = {endpoint = "ipc://~nobody-of-this-name/x"}',
+        'model = {config = "x"}\nevents = {heartbeat_interval = nan}',
+        'model = {config = "x"}\n"\\u001b[31m" = 1',
+    ],
+    ids=range(9),
+)
+def test_whatever_stands_in_the_file_the_error_is_one_line(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "fusewire.toml"
+    path.write_text(text, encoding="latin-1")
+
+    with pytest.raises(SettingsError, match=r"fusewire\.toml: ") as refused:
+        settings.load(path)
+    assert str(refused.value).isprintable()
+    assert len(str(refused.value)) < 400
+
+
 def test_development_settings_stay_inside_the_checkout(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "config", tmp_path / "config")
 

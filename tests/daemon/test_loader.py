@@ -130,6 +130,22 @@ def test_a_file_that_changed_leaves_its_slots_unfilled(bench: Bench, checkpoint_
     assert (bench.model.generation.filled, bench.model.ready) == (0, False)
 
 
+def test_a_wrong_digest_does_not_touch_live_weights(bench: Bench, checkpoint_tensors: Golden) -> None:
+    """In place: the shard is looked at before a byte of it is applied, since nothing is there to go back to."""
+    old = checkpoint_tensors("v2")
+    fill(bench, old)
+    new = save({NORM: old[NORM] + 1})
+    bench.loader.inspect("k", Source("shard", lambda: BytesPayload.parse(new, header_limit=1 << 20), xxh3="0" * 32))
+    assert isinstance(bench.told.get(timeout=TIMEOUT), Inspected)
+    bench.loader.place("k", "shard", None)
+    refused = bench.told.get(timeout=TIMEOUT)
+
+    assert isinstance(refused, Refused)
+    assert (refused.reason, refused.unfilled) == (Reason.DIGEST_MISMATCH, ())
+    assert bench.model.generation.parameters[NORM].equal(old[NORM])
+    assert bench.model.ready
+
+
 def test_a_file_that_changed_does_not_touch_live_weights(bench: Bench, checkpoint_tensors: Golden) -> None:
     """Serving: an unproven shard is read as a whole, and proven, before a byte of it goes to live rows."""
     old = checkpoint_tensors("v2")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -145,6 +146,19 @@ def test_a_library_that_formats_wrongly_is_heard_all_the_same(lines: io.StringIO
 
     assert "%d files" in line
     assert "watchdog.x" in line
+
+
+def test_a_library_that_warns_does_so_in_a_line(lines: io.StringIO) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        logging.captureWarnings(capture=False)
+        logging.captureWarnings(capture=True)  # as at the start, within what pytest makes of warnings
+        warnings.warn("not \x1b[31mwritable", UserWarning, stacklevel=1)
+    (line,) = lines.getvalue().splitlines()
+
+    assert "writable" in line
+    assert "\x1b[31m" not in line
+    assert "py.warnings" in line
 
 
 def test_watchdogs_warnings_are_made_but_not_written_at_error_level(lines: io.StringIO) -> None:

@@ -130,6 +130,7 @@ def test_a_layer_is_a_topic_of_its_own() -> None:
         [b"layer.fused/2/", bytes(8), events.encode(events.LayerFused(layer=1))[2]],
         [b"layer.fused/1/", bytes(7) + b"\1", events.encode(events.LayerFused(layer=1))[2]],
         [*events.encode(events.LayerFused(layer=1)), b""],
+        [b"layer.fused/1/", bytes(8), b'{"event":"layer.fused","layer":1,"x":' + b"[" * 100_000],
     ],
 )
 def test_frames_that_contradict_each_other_are_no_event(frames: list[bytes]) -> None:
