@@ -206,7 +206,8 @@ class Service:
         for path in self.parts.checkpoint:
             key = f"checkpoint:{path.name}"
             self._expected.add(key)
-            self._sources[key] = Source(path.name, self._opener(path))
+            # The operator names the folder: in a hub's cache its shards are links to where the bytes lie.
+            self._sources[key] = Source(path.name, self._opener(path.resolve()))
         for path in self.parts.checkpoint:
             identity = Identity.of(path.stat())
             self._feed(
@@ -216,7 +217,7 @@ class Service:
                     source="checkpoint",
                     identity=identity,
                     content=identity.content,
-                    place=str(path),
+                    place=str(path.resolve()),
                     now=time.monotonic(),
                 )
             )

@@ -213,6 +213,17 @@ def test_a_whole_version_makes_up_for_what_is_lost(
     assert again(daemon) == (2, cold(new))
 
 
+def test_a_base_checkpoint_of_links(start_daemon: StartDaemon, tmp_path: Path) -> None:
+    """As a hub's cache keeps it."""
+    folder = tmp_path / "snapshot"
+    folder.mkdir()
+    for path in (CHECKPOINTS / "v2").iterdir():
+        (folder / path.name).symlink_to(path)
+    daemon = start_daemon(model={"checkpoint": str(folder)})
+    before = ready(daemon)
+    assert again(daemon) == before
+
+
 def test_in_memory_only(start_daemon: StartDaemon, base: Tensors) -> None:
     daemon = start_daemon(**BASE, socket={"durability": "memory"})
     ready(daemon)

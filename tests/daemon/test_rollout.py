@@ -489,6 +489,9 @@ def test_files_retire_once_a_whole_version_has_replaced_them(drive: Driver) -> N
     assert not [i for i in out if isinstance(i, Retire)], "version 2 rests on what version 1 brought"
     out = put_live(drive, 3)
     assert not [i for i in out if isinstance(i, Retire)], "version 2 can be gone back to, and a restart would need both"
-    out = put_live(drive, 4)
+    drive.seen("all4")
+    out = drive.inspected("all4", 4, EVERYTHING)  # it is staged over version 2
+    drive.placed("all4", fused=(0, 1))
     assert [i for i in out if isinstance(i, Retire)] == [Retire(1, (("all1", 1),)), Retire(2, (("part", 1),))]
-    assert [i for i in put_live(drive, 5) if isinstance(i, Retire)] == [Retire(3, (("all3", 1),))]
+    drive.seen("all5")
+    assert [i for i in drive.inspected("all5", 5, EVERYTHING) if isinstance(i, Retire)] == [Retire(3, (("all3", 1),))]

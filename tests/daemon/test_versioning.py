@@ -261,6 +261,9 @@ def test_files_of_versions_that_are_over(
     daemon.wait_status(lambda status: status.version == 2)
     three = write(3)
     daemon.wait_status(lambda status: status.version == 3)
+    assert (two / "all.safetensors").exists(), "a rollback would go back to it"
+    four = write(4)  # staged over version 2
+    daemon.wait_status(lambda status: status.version == 4)
     deadline = time.monotonic() + TIMEOUT
     while retention != "keep" and two.exists():
         assert time.monotonic() < deadline
@@ -270,10 +273,11 @@ def test_files_of_versions_that_are_over(
     assert foreign.exists(), "what was not applied is not ours"
     assert (one / "notes.txt").exists()
     assert (three / "all.safetensors").exists()
+    assert (four / "all.safetensors").exists()
     assert sorted(str(p.relative_to(archive)) for p in archive.rglob("*.safetensors")) == (
         ["step_1/all.safetensors", "step_2/all.safetensors"] if retention == "archive" else []
     )
-    assert daemon.status().version == 3
+    assert daemon.status().version == 4
 
 
 def test_two_generations_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
