@@ -629,6 +629,7 @@ class Service:
     def _signals(self) -> Iterator[None]:
         """Turn signals into letters while the reactor runs."""
         install_lease_signal_handling()
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a scraper, or a log's reader, that goes away is not our end
         numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
         before = {
             number: signal.signal(number, lambda came, _: self.parts.mailbox.put(Signalled(came))) for number in numbers

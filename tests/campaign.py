@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors.torch import load_file, save, save_file
@@ -69,6 +70,21 @@ class Version:
     """Whether its end was told, and taken."""
 
 
+class Process(Protocol):
+    """What a campaign needs of a process."""
+
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float) -> int: ...
+    def kill(self) -> None: ...
+    def send_signal(self, number: int) -> None: ...
+
+
+def start_process(arguments: list[str], log: Path) -> Process:
+    """Start the daemon as a user would."""
+    with log.open("ab") as output:
+        return subprocess.Popen([sys.executable, "-m", "fusewire.daemon", *arguments], stdout=output, stderr=output)
+
+
 class Campaign:
     """One daemon and its trainer, killed and started again.
 
@@ -76,10 +92,20 @@ class Campaign:
         root: An empty folder.
         seed: Of everything that is random here.
         retention: The setting ``versions.retention``.
+        start: Starts the daemon with these arguments and this log.
+        longest: Seconds until a kill, at most, while the daemon is coming back.
     """
 
-    def __init__(self, root: Path, seed: int, retention: str = "delete") -> None:
+    def __init__(
+        self,
+        root: Path,
+        seed: int,
+        retention: str = "delete",
+        start: Callable[[list[str], Path], Process] = start_process,
+        longest: float = 4.0,
+    ) -> None:
         self.root = root
+        self.start, self.longest = start, longest
         self.random = random.Random(seed)
         self.tensors: dict[str, Tensor] = {}
         for path in sorted(CHECKPOINT.glob("model-*.safetensors")):
@@ -116,7 +142,7 @@ class Campaign:
                 assert not self.problems, self.problems
                 process = self._start()
                 while self.kills < kills and self.random.random() < 0.2:  # again, while it is coming back
-                    time.sleep(self.random.uniform(0.0, 4.0))
+                    time.sleep(self.random.uniform(0.0, self.longest))
                     self._kill(process)
                     self.kills_while_starting += 1
                     process = self._start()
@@ -129,18 +155,16 @@ class Campaign:
 
     # ---------------------------------------------------------------------------------------- the daemon
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        with (self.root / "log").open("ab") as log:
-            command = [sys.executable, "-m", "fusewire.daemon", "run", "--config", str(self.root / "fusewire.toml")]
-            return subprocess.Popen(command, stdout=log, stderr=log)
+    def _start(self) -> Process:
+        return self.start(["run", "--config", str(self.root / "fusewire.toml")], self.root / "log")
 
-    def _kill(self, process: subprocess.Popen[bytes]) -> None:
+    def _kill(self, process: Process) -> None:
         assert process.poll() is None, f"it ended by itself:\n{self._log()}"
         process.kill()
         process.wait(10)
         self.kills += 1
 
-    def _verify(self, process: subprocess.Popen[bytes]) -> None:
+    def _verify(self, process: Process) -> None:
         """What is live has to be what it was, or newer, and right; what was handed over has to go live by itself."""
         begin = time.monotonic()
         least = self.version.number if self.version.handed_over else self.seen_live
@@ -160,9 +184,7 @@ class Campaign:
         self.recoveries.append(time.monotonic() - begin)
         self._next()
 
-    def _until(
-        self, wanted: Callable[[Control], bool], what: str, process: subprocess.Popen[bytes] | None = None
-    ) -> None:
+    def _until(self, wanted: Callable[[Control], bool], what: str, process: Process | None = None) -> None:
         deadline = time.monotonic() + DEADLINE
         while time.monotonic() < deadline:
             assert process is None or process.poll() is None, f"it ended by itself:\n{self._log()}"
