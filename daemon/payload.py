@@ -7,6 +7,7 @@ the process. Without a lease its bytes are read with preadv, and what was read i
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
@@ -34,6 +35,8 @@ CHECK_INTERVAL = 0.001
 _BREAK_TIME = Path("/proc/sys/fs/lease-break-time")
 _SHORTEST_BREAK_TIME = 5.0
 """Seconds. With less warning than this before a lease is taken away, files are not mapped."""
+CHMOD_TIME = 1.0
+"""Seconds that a writer has after a change to let us read the file: many close it with mode 0600 and chmod it then."""
 
 
 class Identity(NamedTuple):
@@ -317,6 +320,7 @@ def open_descriptor(path: Path) -> int:
     """Open a file that somebody has put into the drop folder: no link is followed, and no pipe waited for.
 
     Raises:
+        ShardNotReady: We may not read it, but it has just changed.
         ShardRejected: It can't be opened; the detail says why, and what to do.
         ShardNotReady: Not now: there are too many open files, or there is no memory.
     """
@@ -396,7 +400,10 @@ def _vanished(_error: OSError) -> ShardRejected:
     return ShardRejected(Reason.VANISHED, "deleted or moved away before it could be read")
 
 
-def _forbidden(_error: OSError) -> ShardRejected:
+def _forbidden(error: OSError) -> ShardRejected | ShardNotReady:
+    with contextlib.suppress(OSError):  # it has gone: the next look tells
+        if abs(time.time() - os.lstat(error.filename).st_ctime) < CHMOD_TIME:
+            return ShardNotReady(f"permission denied for uid {os.geteuid()}, up to now")
     return ShardRejected(
         Reason.UNREADABLE,
         f"permission denied for uid {os.geteuid()}: some writers create shards with mode 0600; "

@@ -221,53 +221,65 @@ def test_what_is_gone_is_told(tmp_path: Path) -> None:
 
 
 STRANGER = """
-import os, sys
+import os, sys, time
 from pathlib import Path
 import numpy as np
 from fusewire.daemon import lease
-from fusewire.daemon.errors import ShardRejected
+from fusewire.daemon.errors import ShardNotReady, ShardRejected
 from fusewire.daemon.payload import open_file
 lease.install_lease_signal_handling()
 os.chdir(sys.argv[1])
+os.chmod("a.safetensors", int(sys.argv[2], 8))
 if os.geteuid() == 0:
     os.setgroups([])
     os.setgid(65534)
     os.setuid(65534)
-try:
-    payload = open_file(Path("a.safetensors"), leases=True, settle=0.0, incomplete_after=5.0, header_limit=1 << 20)
-except ShardRejected as refused:
-    print(refused.reason, refused.detail)
-else:
-    target = np.zeros(payload.header.nbytes, dtype=np.uint8)
-    payload.read_into(0, target)
-    payload.verify()
-    print(type(payload).__name__, payload.proven, target.sum(dtype=np.uint64))
+waited = ""
+while True:
+    try:
+        payload = open_file(Path("a.safetensors"), leases=True, settle=0.0, incomplete_after=5.0, header_limit=1 << 20)
+    except ShardNotReady as unready:
+        waited = f"{unready}; "
+        time.sleep(0.02)
+        continue
+    except ShardRejected as refused:
+        print(f"{waited}{refused.reason} {refused.detail}")
+        sys.exit()
+    break
+target = np.zeros(payload.header.nbytes, dtype=np.uint8)
+payload.read_into(0, target)
+payload.verify()
+print(type(payload).__name__, payload.proven, target.sum(dtype=np.uint64))
 """
 
 
-def as_a_stranger(folder: Path) -> str:
-    """Open the shard in ``folder`` as a user who is not its owner, or at least not root."""
+def as_a_stranger(folder: Path, mode: int) -> str:
+    """Open the shard in ``folder``, just given this mode, as a user who is not its owner, or at least not root."""
     folder.chmod(0o755)
-    run = subprocess.run([sys.executable, "-c", STRANGER, str(folder)], capture_output=True, timeout=30, check=False)
+    command = [sys.executable, "-c", STRANGER, str(folder), f"{mode:o}"]
+    run = subprocess.run(command, capture_output=True, timeout=30, check=False)
     assert run.returncode == 0, run.stderr.decode()
     return run.stdout.decode().strip()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file that belongs to somebody else")
 def test_a_file_of_another_user_is_read_without_a_lease(path: Path) -> None:
-    path.chmod(0o644)
     total = np.frombuffer(DATA, dtype=np.uint8).sum(dtype=np.uint64)
 
-    assert as_a_stranger(path.parent) == f"ReadPayload False {total}"
+    assert as_a_stranger(path.parent, 0o644) == f"ReadPayload False {total}"
 
 
 def test_a_file_that_may_not_be_read_is_refused_with_a_remedy(path: Path) -> None:
-    """Mode 0600, which safetensors gives its files, for a stranger; as an ordinary user, a file of mode 0."""
-    path.chmod(0o600 if os.geteuid() == 0 else 0)
-    told = as_a_stranger(path.parent)
+    """Mode 0600, which safetensors gives its files, for a stranger; as an ordinary user, a file of mode 0.
 
-    assert told.startswith(Reason.UNREADABLE)
-    assert "chmod" in told
+    Not at once: its writer may be about to chmod it.
+    """
+    told = as_a_stranger(path.parent, 0o600 if os.geteuid() == 0 else 0)
+    waited, _, refused = told.partition("; ")
+
+    assert waited.startswith("permission denied for uid")
+    assert refused.startswith(Reason.UNREADABLE)
+    assert "chmod" in refused
 
 
 def test_no_lease_is_taken_while_its_signal_would_kill(path: Path) -> None:
