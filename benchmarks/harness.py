@@ -65,13 +65,19 @@ class Daemon:
 
 
 @contextlib.contextmanager
-def daemon(config: Mapping[str, object], *, where: str | None = None) -> Iterator[Daemon]:
-    """Run a daemon with an empty model of this config.json, in a temporary folder under ``where``."""
+def daemon(config: Mapping[str, object], *, where: str | None = None, settings: str = SETTINGS) -> Iterator[Daemon]:
+    """Run a daemon with an empty model of this config.json, in a temporary folder under ``where``.
+
+    Args:
+        config: The model's.
+        where: Folder for all that it needs; None: the usual one for temporary files.
+        settings: The settings file.
+    """
     with tempfile.TemporaryDirectory(prefix="fusewire-bench-", dir=where) as folder:
         root = Path(folder)
         (root / "shards").mkdir()
         (root / "config.json").write_text(json.dumps(config))
-        (root / "fusewire.toml").write_text(SETTINGS)
+        (root / "fusewire.toml").write_text(settings)
         process = subprocess.Popen(
             [sys.executable, "-m", "fusewire.daemon", "run", "--config", str(root / "fusewire.toml")],
             env=os.environ | {"GLIBC_TUNABLES": TUNABLES},
@@ -95,10 +101,17 @@ def daemon(config: Mapping[str, object], *, where: str | None = None) -> Iterato
 
 def private_bytes(running: Daemon) -> int:
     """Return what a daemon has allocated, in bytes: without mapped files, which are the page cache's."""
-    for line in Path(f"/proc/{running.pid}/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    raise SystemExit("no RssAnon in /proc")
+    return process_status(running.pid)["RssAnon"]
+
+
+def process_status(pid: int | str) -> dict[str, int]:
+    """Return the numbers of a process's /proc/PID/status; sizes are in bytes."""
+    found = {}
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        name, *words = line.replace(":", " ").split()
+        if words and words[0].isdecimal():
+            found[name] = int(words[0]) * (1024 if words[-1] == "kB" else 1)
+    return found
 
 
 class Memcpy:

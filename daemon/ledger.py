@@ -326,6 +326,8 @@ class Ledger:
             return
         shard.version, shard.slots = found.version, found.slots
         shard.skipped, shard.nbytes = found.skipped, found.nbytes
+        if shard.identity is not None and found.identity is not None:  # it may have grown since: what was read counts
+            shard.identity, shard.content = found.identity, found.content
         self.rollout.begin_run(found.run, found.now, out)
         verdict = self.versions.judge(found.version, found.run)
         if verdict.kind == "wait" and shard.source == "socket" and self._silent(found.version, found.now):

@@ -379,6 +379,8 @@ class Loader:
             skipped=len(plan.skipped),
             nbytes=header.nbytes,
             run=run,
+            identity=payload.identity,
+            content=payload.identity and payload.identity.content,
         )
 
     def _list(self, key: str, source: ListSource) -> ShardStimulus:

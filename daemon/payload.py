@@ -61,6 +61,10 @@ class Payload(Protocol):
     header: ShardHeader
 
     @property
+    def identity(self) -> Identity | None:
+        """The state in which its file was opened; None: it is no file."""
+
+    @property
     def proven(self) -> bool:
         """Whether its bytes can't change, from now on and for as long as copying them may take."""
 
@@ -85,6 +89,7 @@ class Payload(Protocol):
 class BytesPayload:
     """A shard in memory."""
 
+    identity = None
     proven = True
 
     def __init__(self, header: ShardHeader, data: Bytes) -> None:
@@ -132,6 +137,7 @@ class BytesPayload:
 class HeadPayload:
     """A shard of which only the head has come: its bytes will be fed, and can't be asked for."""
 
+    identity = None
     proven = False
 
     def __init__(self, header: ShardHeader) -> None:
@@ -174,12 +180,13 @@ class MappedPayload:
     each read, and a single read has to be short against ``patience``: callers read in blocks.
     """
 
-    def __init__(self, descriptor: int, size: int, header: ShardHeader, patience: float) -> None:
+    def __init__(self, descriptor: int, identity: Identity, header: ShardHeader, patience: float) -> None:
         self.header = header
+        self.identity = identity
         self._descriptor = descriptor
         self._patience = patience
         self._held_at = time.monotonic()
-        self._map = mmap.mmap(descriptor, size, prot=mmap.PROT_READ)
+        self._map = mmap.mmap(descriptor, identity.size, prot=mmap.PROT_READ)
         self._data: Bytes | None = np.frombuffer(self._map, dtype=np.uint8)[header.data_offset :]
 
     @property
@@ -231,7 +238,7 @@ class ReadPayload:
 
     def __init__(self, descriptor: int, identity: Identity, header: ShardHeader) -> None:
         self.header = header
-        self._identity = identity
+        self.identity = identity
         self._descriptor: int | None = descriptor
 
     def read_into(self, offset: int, target: Bytes) -> None:
@@ -250,7 +257,7 @@ class ReadPayload:
     def verify(self) -> None:
         """See `Payload`."""
         assert self._descriptor is not None
-        if Identity.of(os.fstat(self._descriptor)) != self._identity:
+        if Identity.of(os.fstat(self._descriptor)) != self.identity:
             raise ShardRejected(Reason.CHANGED_WHILE_READING, "the file was written to while it was read")
 
     def close(self) -> None:
@@ -328,7 +335,7 @@ def _examine(
             raise ShardNotReady(f"not complete yet: {rejected.detail}") from rejected
         raise
     if held is lease.Lease.HELD:
-        return MappedPayload(descriptor, status.st_size, header, patience)
+        return MappedPayload(descriptor, Identity.of(status), header, patience)
     return ReadPayload(descriptor, Identity.of(status), header)
 
 

@@ -63,6 +63,9 @@ class Inspected(ShardStimulus):
     nbytes: int
     run: str | None = None
     """The trainer's incarnation."""
+    identity: Hashable = None
+    """The state in which its file was opened, as in `Seen`; ``content`` likewise. None: it is no file."""
+    content: Hashable = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,6 +25,7 @@ from fusewire.daemon.stimuli import (
     Freed,
     Gone,
     Inspect,
+    Inspected,
     Instruction,
     Listed,
     NotReady,
@@ -172,6 +173,18 @@ def test_a_file_rewritten_while_it_is_placed_is_placed_again(drive: Driver) -> N
     out = drive.placed("a")
 
     assert out[-1] == Inspect("a")
+
+
+def test_a_file_that_grew_between_its_being_seen_and_opened_is_not_taken_for_another(drive: Driver) -> None:
+    """Its creation is heard of, it is opened when it has been written, and then its closing is heard of."""
+    drive.seen("a", identity=0)
+    opened = {"identity": 1, "content": 1}
+    drive(Inspected(key="a", now=1.0, version=7, slots=(0,), skipped=0, nbytes=10, run=None, **opened))
+    drive.seen("a", identity=1)
+
+    assert Inspect("a") not in drive.placed("a")
+    assert drive.seen("a", identity=1) == []
+    assert drive.seen("a", identity=2)[-1] == Inspect("a")
 
 
 @pytest.mark.parametrize("state", ["queued", "deferred", "inspecting"])
