@@ -122,6 +122,16 @@ def private_bytes(process: Daemon | int) -> int:
     raise SystemExit("no RssAnon in /proc")
 
 
+def process_status(pid: int | str) -> dict[str, int]:
+    """Return the numbers of a process's /proc/PID/status; sizes are in bytes."""
+    found = {}
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        name, *words = line.replace(":", " ").split()
+        if words and words[0].isdecimal():
+            found[name] = int(words[0]) * (1024 if words[-1] == "kB" else 1)
+    return found
+
+
 class Peak:
     """Watches how much memory something takes, from construction to `stop`.
 

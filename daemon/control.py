@@ -20,8 +20,8 @@ THROUGHPUT_WINDOW = 60.0
 UNANSWERED = 1000
 """Orders that may wait for their answer; the oldest beyond get none."""
 
-THREADS = frozenset({"loader", "generate"})
-"""Parts that a restart would cure if they are ill; the folder has its own word for it."""
+DISKS = frozenset({"folder", "journal", "spool"})
+"""Parts whose ills a restart would not cure: those of a disk. The folder has its own word for the others."""
 
 Phase = Literal["starting", "serving", "stopping"]
 
@@ -102,7 +102,7 @@ class Control:
     def failures(self) -> dict[str, str]:
         """Return the parts whose threads have died or hang: what a restart would cure."""
         parts = self._parts
-        failures = {part: told for part, told in self.health().items() if told != "ok" and part in THREADS}
+        failures = {part: told for part, told in self.health().items() if told != "ok" and part not in DISKS}
         if parts.folder is not None and parts.folder.failure():
             failures["folder"] = parts.folder.failure()
         return failures

@@ -25,7 +25,7 @@ import msgspec
 import structlog
 
 from .errors import StartError, printable
-from .records import Entry, Held, Memory, ShardRecord, Standing
+from .records import Entry, Held, Memory, Runs, ShardRecord, Standing
 
 log = structlog.get_logger()
 
@@ -44,7 +44,7 @@ PRUNE_EVERY = 1000
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS about (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS shards (
-    id INTEGER PRIMARY KEY, sequence INTEGER NOT NULL, key TEXT NOT NULL, source TEXT NOT NULL,
+    id INTEGER PRIMARY KEY, sequence INTEGER NOT NULL, key BLOB NOT NULL, place BLOB NOT NULL, source TEXT NOT NULL,
     standing TEXT NOT NULL, time REAL NOT NULL, version INTEGER, reason TEXT NOT NULL, record BLOB NOT NULL,
     slots BLOB NOT NULL);
 CREATE INDEX IF NOT EXISTS shards_by_key ON shards (key);
@@ -136,7 +136,7 @@ class Journal:
                 for entry in self._backlog.values():
                     _write(self._database, entry)
             self._prune(len(self._backlog))
-        except (sqlite3.Error, OSError) as error:
+        except (sqlite3.Error, OSError, ValueError) as error:
             if not self._failure:
                 log.error("journal.failed", reason=printable(error), remedy="it is tried again every second")  # noqa: TRY400
             self._failure = f"{self.path}: {printable(error)}"
@@ -236,9 +236,10 @@ def _read(database: sqlite3.Connection, path: Path) -> Memory:
         standing = msgspec.json.decode(found["standing"], type=Standing) if "standing" in found else Standing()
         decode = msgspec.msgpack.Decoder(ShardRecord).decode
         shards = []
-        for record, now, slots in database.execute("SELECT record, standing, slots FROM shards ORDER BY sequence"):
-            told = Held(id=0, standing=now, slots=msgspec.msgpack.decode(slots, type=tuple[tuple[int, int], ...]))
-            shards.append(msgspec.structs.replace(decode(record), standing=told.standing, slots=told.slots))
+        columns = "SELECT record, key, place, standing, slots FROM shards ORDER BY sequence"
+        for record, key, place, now, slots in database.execute(columns):
+            held = {"standing": now, "slots": msgspec.msgpack.decode(slots, type=Runs)}
+            shards.append(msgspec.structs.replace(decode(record), key=_text(key), place=_text(place), **held))
     except (sqlite3.Error, msgspec.MsgspecError) as error:
         raise StartError(f"the journal {path} can't be read: {printable(error)}. Move it away to start anew") from error
     return Memory(standing=standing, shards=tuple(shards))
@@ -249,20 +250,21 @@ def _write(database: sqlite3.Connection, entry: Entry) -> None:
         case ShardRecord():
             if entry.source == "folder":  # what was known of a file of that name is overtaken, unless slots rest on it
                 database.execute(
-                    "DELETE FROM shards WHERE key = ? AND standing = 'over' AND id <> ?", (entry.key, entry.id)
+                    "DELETE FROM shards WHERE key = ? AND standing = 'over' AND id <> ?", (_raw(entry.key), entry.id)
                 )
             database.execute(
-                "INSERT OR REPLACE INTO shards VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                "INSERT OR REPLACE INTO shards VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (
                     entry.id,
                     entry.order,
-                    entry.key,
+                    _raw(entry.key),
+                    _raw(entry.place),
                     entry.source,
                     entry.standing,
                     time.time(),
                     entry.version,
                     entry.reason,
-                    msgspec.msgpack.encode(msgspec.structs.replace(entry, slots=())),
+                    msgspec.msgpack.encode(msgspec.structs.replace(entry, key="", place="", slots=())),
                     msgspec.msgpack.encode(entry.slots),
                 ),
             )
@@ -274,6 +276,15 @@ def _write(database: sqlite3.Connection, entry: Entry) -> None:
         case Standing():
             text = msgspec.json.encode(entry).decode()
             database.execute("INSERT OR REPLACE INTO about VALUES ('standing', ?)", (text,))
+
+
+def _raw(name: str) -> bytes:
+    """A file's name need not be text."""
+    return name.encode("utf-8", "surrogatepass")
+
+
+def _text(raw: bytes) -> str:
+    return raw.decode("utf-8", "surrogatepass")
 
 
 @contextlib.contextmanager

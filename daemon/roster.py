@@ -414,6 +414,8 @@ class Versions:
         self.known.pop(version.number, None)
         if version is self.staged:
             self.staged = None
+        if version is self._next_rolling:  # what comes next is another one, which has nothing of it
+            self._next_rolling = None
         self._remember(version)
 
     def _remember(self, version: Version) -> None:

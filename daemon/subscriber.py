@@ -25,6 +25,8 @@ ANY: Final = "any"
 """For `Subscriber.wait_for_layer`: whatever version fuses the layer."""
 SILENCE = 30.0
 """Seconds without any event, heartbeats included, after which the daemon counts as gone."""
+HEARD = 20_000
+"""Events that are kept for `Subscriber.events` while something is waited for, the latest: the picture has them all."""
 
 
 class Subscriber(Closing):
@@ -71,7 +73,7 @@ class Subscriber(Closing):
         if curve is not None:
             curve.secure(self._socket)
         self._socket.connect(events_endpoint)
-        self._heard: deque[AnyEvent] = deque()
+        self._heard: deque[AnyEvent] = deque(maxlen=HEARD)
         """Events that have been taken into the picture and not been given out yet."""
         self._last = time.monotonic()
         self.fused: dict[int, int | None] = {}

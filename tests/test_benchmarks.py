@@ -264,7 +264,20 @@ for path in sys.argv[1:]:
     assert [path.name for path in scripts] == [
         f"{name}.py"
         for name in sorted(
-            ("folder", "growth", "ingest", "latency", "names", "overhead", "peers", "report", "versions", "widths")
+            (
+                "folder",
+                "gpu",
+                "growth",
+                "ingest",
+                "latency",
+                "names",
+                "overhead",
+                "peers",
+                "report",
+                "soak",
+                "versions",
+                "widths",
+            )
         )
     ]
     assert result.stdout.splitlines() == [f"{path} 0 True True" for path in scripts], result.stderr

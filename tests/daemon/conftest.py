@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import functools
 import json
+import math
 import os
 import signal
 import socket
@@ -336,6 +337,7 @@ class Driver:
         held: int = 0,
         claimed: int | None = None,
         changed: int = 0,
+        looked: float = math.inf,
     ) -> list[Instruction]:
         content = identity if content is None else content
         return self(
@@ -348,6 +350,7 @@ class Driver:
                 held=held,
                 claimed=claimed,
                 changed=changed,
+                looked=looked,
                 now=self.now,
             )
         )

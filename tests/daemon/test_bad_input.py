@@ -124,6 +124,19 @@ def _still_serving(daemon: Any) -> None:
         assert trainer.push_bytes(shard()).status == "applied"
 
 
+def test_weights_that_are_not_finite_again_and_again(daemon: Any, checkpoint_tensors: Callable[..., Any]) -> None:
+    """Without a version each is a round of the rolling one, which is given up; the next has nothing of it."""
+    tensors = checkpoint_tensors("v2")
+    with daemon.trainer() as trainer, daemon.subscriber() as subscriber:
+        assert trainer.push_bytes(save(tensors)).status == "applied"
+        subscriber.wait_ready(TIMEOUT)
+        for content, kind in [(torch.nan, events.VersionAborted)] * 3 + [(1.0, events.VersionLive)]:
+            answer = trainer.push_bytes(save({NORM: tensors[NORM] * content}))
+            assert answer.status == "applied"
+            assert any(isinstance(event, kind) for event in subscriber.events(timeout=TIMEOUT))
+    assert daemon.status().state == "ready"
+
+
 def test_a_rejected_file_that_is_mended_is_applied(daemon: Any) -> None:
     path = daemon.shards / "mended.safetensors"
     with daemon.subscriber() as subscriber:

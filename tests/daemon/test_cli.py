@@ -227,7 +227,7 @@ def test_no_daemon(tmp_path: Path) -> None:
 
 COMMANDS = [
     *("run", "check-config", "push", "listen", "status", "pending", "generate", "inspect", "demo"),
-    *("versions", "commit", "rollback", "abort", "digest"),
+    *("versions", "commit", "rollback", "abort", "digest", "keygen"),
 ]
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from fusewire.daemon.client import (
     Trainer,
 )
 from fusewire.daemon.publisher import Publisher
+from fusewire.daemon.subscriber import HEARD
 from fusewire.daemon.trainer import read_header, split
 
 TIMEOUT = 10.0
@@ -209,6 +211,17 @@ def test_events_come_in_order_each_once(fake: FakeDaemon, subscriber: Subscriber
 
     assert take(subscriber, 200) == list(range(200))
     assert subscriber.healed == 0
+
+
+def test_events_that_nobody_asks_for_are_kept_within_a_bound(fake: FakeDaemon, subscriber: Subscriber) -> None:
+    """Who only waits never takes them out; the picture has them all."""
+    assert subscriber._heard.maxlen == HEARD
+    subscriber._heard = deque(maxlen=10)
+    fake.publish(*(fused(layer) for layer in range(40)))
+    assert subscriber.wait_for_layer(39, timeout=TIMEOUT) is None
+
+    assert sorted(subscriber.fused) == list(range(40))
+    assert take(subscriber, 10) == list(range(30, 40))
 
 
 def test_a_gap_is_healed_by_replay(fake: FakeDaemon, subscriber: Subscriber) -> None:

@@ -247,11 +247,12 @@ def test_a_subscriber_asks_and_does_not_order(guarded: Guarded) -> None:
             lambda: control.commit(1),
             lambda: control.abort(1),
             lambda: control.generate([1], 1),
+            control.digest,
         ]
         for order in orders:
             with pytest.raises(RequestFailed, match=r"is for operators.*curve\.operators"):
                 order()
-    tried = {wire.RollbackVersion, wire.CommitVersion, wire.AbortVersion, wire.Generate}
+    tried = {wire.RollbackVersion, wire.CommitVersion, wire.AbortVersion, wire.Generate, wire.GetDigest}
     assert set(get_args(wire.ControlRequest)) - set(QUESTIONS) == tried, "a request is a question, or was tried here"
 
 
@@ -451,6 +452,7 @@ def parts_of(folder: Path, **sections: dict[str, Any]) -> Parts:
         "model": {"config": str(checkpoint / "config.json"), "dtype": "float32"},
         "folder": {"enabled": False},
         "metrics": {"enabled": False},
+        "state": {"path": "state"},
         **{name: {"endpoint": f"ipc://{name}.sock"} for name in SOCKETS},
     }
     for section, values in sections.items():

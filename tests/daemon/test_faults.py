@@ -14,12 +14,15 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import zmq
 from safetensors.torch import save_file
 from torch import Tensor
+
+from fusewire.daemon import wire
 
 from .conftest import CHECKPOINTS, TIMEOUT, RunningDaemon, StartDaemon
 
@@ -180,6 +183,10 @@ def test_a_defect_of_ours(where: str, start_daemon: StartDaemon, tmp_path: Path,
         assert control.digest().digest == before
 
 
+def _applied(count: int, status: wire.Status) -> bool:
+    return status.counters["shards_applied"] == count
+
+
 def test_the_clock_steps_back(daemon: RunningDaemon, shard: Tensors) -> None:
     """Files from the future, then one from long ago: each is loaded, and what was loaded is not loaded again."""
     ahead, behind = time.time() + 3600, time.time() - 10 * 365 * 86400
@@ -189,7 +196,7 @@ def test_the_clock_steps_back(daemon: RunningDaemon, shard: Tensors) -> None:
         save_file(shard, away)
         os.utime(away, (moment, moment))
         away.rename(path)
-        daemon.wait_status(lambda s, number=number: s.counters["shards_applied"] == 6 + number)
+        daemon.wait_status(partial(_applied, 6 + number))
     time.sleep(1.2)  # a scan
     assert daemon.status().counters["shards_applied"] == 6 + 3
 

@@ -61,14 +61,15 @@ def test_what_is_written_is_read_back(tmp_path: Path, sync: bool) -> None:
     )
     written = journal(tmp_path, sync=sync)
     assert written.memory == Memory()
-    assert written.write([record(1), record(2, version=None, identity=None, run=None), standing])
+    odd = {"key": "folder:\udcff\ud800", "place": "\udcff"}  # names that are no text
+    assert written.write([record(1, **odd), record(2, version=None, identity=None, run=None), standing])
     assert written.write([Held(id=1, standing="live", slots=((0, 1),)), record(3, reason="truncated", slots=())])
     written.close()
 
     again = journal(tmp_path, sync=sync)
     assert again.memory.standing == standing
     assert again.memory.shards == (
-        record(1, standing="live", slots=((0, 1),)),
+        record(1, standing="live", slots=((0, 1),), **odd),
         record(2, version=None, identity=None, run=None),
         record(3, reason="truncated", slots=()),
     )

@@ -25,6 +25,7 @@ from fusewire.daemon.stimuli import (
     Freed,
     Gone,
     Inspect,
+    Inspected,
     Instruction,
     Listed,
     NotReady,
@@ -172,6 +173,19 @@ def test_a_file_rewritten_while_it_is_placed_is_placed_again(drive: Driver) -> N
     out = drive.placed("a")
 
     assert out[-1] == Inspect("a")
+
+
+def test_a_file_that_grew_between_its_being_seen_and_opened_is_not_taken_for_another(drive: Driver) -> None:
+    """Its creation is heard of, it is opened when it has been written, and then its closing is heard of."""
+    drive.seen("a", identity=0)
+    one, two = (0, 0, 1, 0), (0, 0, 2, 0)
+    drive(Inspected(key="a", now=1.0, version=7, slots=(0,), skipped=0, nbytes=10, run=None, identity=one, opened=1.0))
+    drive.seen("a", identity=one)
+
+    assert Inspect("a") not in drive.placed("a")
+    assert drive.seen("a", identity=one) == []
+    assert drive.seen("a", identity=0, looked=0.9) == [], "an older look, told late"
+    assert drive.seen("a", identity=two)[-1] == Inspect("a")
 
 
 @pytest.mark.parametrize("state", ["queued", "deferred", "inspecting"])

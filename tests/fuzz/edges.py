@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import struct
 import threading
+import time
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -29,7 +30,7 @@ from fusewire.daemon.versions import Claim
 from fusewire.model import DeepseekV2Config, DeepseekV2ForCausalLM, Generation, Slot
 
 CHECKPOINT = Path(demo.__file__).parent / "checkpoints" / "v2"
-PATIENCE = 30.0
+PATIENCE = 15.0
 """Seconds."""
 STREAMS = ("a", "b", "\x1b[31m")
 
@@ -60,6 +61,7 @@ class Ingest:
             shared_path="/dev/shm",  # noqa: S108 - what the setting is for
         )
         self._source = SocketSource(self._context, made, boot=Path(self._folder.name).name, mode=0o600)
+        self._ends = 0
         self._clients = [self._context.socket(zmq.DEALER) for _ in range(2)]
         for client in self._clients:
             client.linger = 0
@@ -91,15 +93,20 @@ class Ingest:
 
     def act(self, content: tuple[list[tuple[int, list[bytes]]], bytes]) -> Any:
         messages, rest = content
-        choices, came = Choices(rest), list[Any]()
+        choices, came, deadline = Choices(rest), list[Any](), time.monotonic() + PATIENCE
         for number, frames in messages:
             if frames:
                 self._clients[number].send_multipart(frames)
             self._pump(came, choices)
-        answers = []
-        for client in self._clients:  # their queues are in order: once this is answered, all the rest has been read
-            client.send_multipart([b"", wire.encode(wire.Hello())])
-            answers += self._welcomed(client, came, choices)
+        answers: list[Any] = []
+        for client in self._clients:  # what each sends is read in order: once this is answered, all the rest has been
+            self._ends += 1
+            client.send_multipart([b"", b'{"op":"end %d"}' % self._ends])
+            while f"'end {self._ends}'" not in getattr(answers[-1] if answers else None, "detail", ""):
+                self._pump(came, choices)
+                assert time.monotonic() < deadline, f"no answer has come; before it there were {answers}"
+                if client.poll(1):
+                    answers.append(wire.decode_ingest_reply(client.recv_multipart()[-1]))
         return came, answers
 
     def _pump(self, came: list[Any], choices: Choices) -> None:
@@ -115,15 +122,6 @@ class Ingest:
                     self._source.answer(one.key, wire.Answer(status="rejected", reason=one.reason, detail=one.detail))
                 case _ if choices.one_in(2):
                     self._source.answer(one.key, wire.Answer(status="applied"))
-
-    def _welcomed(self, client: zmq.Socket[bytes], came: list[Any], choices: Choices) -> list[Any]:
-        answers = []
-        while True:
-            self._pump(came, choices)
-            if client.poll(1):
-                answers.append(wire.decode_ingest_reply(client.recv_multipart()[-1]))
-                if isinstance(answers[-1], wire.Welcome) and not client.poll(0):
-                    return answers
 
     def judge(self, _content: object, outcome: tuple[list[Any], list[Any]]) -> str:
         came, answers = outcome
@@ -143,7 +141,8 @@ class Ingest:
         for client in self._clients:
             while client.poll(0):
                 client.recv_multipart()
-        return "refused" if any(isinstance(one, wire.Answer) and one.reason for one in answers) else "taken"
+        refused = sum(isinstance(one, wire.Answer) and one.reason is not None for one in answers)
+        return "refused" if refused > len(self._clients) else "taken"
 
     def close(self) -> None:
         self._source.close()

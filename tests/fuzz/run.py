@@ -100,6 +100,8 @@ def fuzz(name: str, count: int, seed: int, failures: Path) -> bool:
     target, tally = TARGETS[name](), Tally()
     begin = time.monotonic()
     resident = 0
+    failures.mkdir(exist_ok=True)
+    current = (failures / f"{name}-current").open("wb", buffering=0)  # stays if an input ends, or stops, this process
     try:
         for number in range(count):
             if number % 256 == 0:
@@ -108,6 +110,7 @@ def fuzz(name: str, count: int, seed: int, failures: Path) -> bool:
                 gc.collect()
                 resident = _resident()
             data = decisions(seed, name, number)
+            os.ftruncate(current.fileno(), os.pwrite(current.fileno(), data, 0))
             try:
                 one(target, data, tally, measured=number % SAMPLE == 0)
             except Exception:  # noqa: BLE001 - whatever it was, it is what we look for
@@ -117,6 +120,8 @@ def fuzz(name: str, count: int, seed: int, failures: Path) -> bool:
                 return False
     finally:
         faulthandler.cancel_dump_traceback_later()
+        current.close()
+        Path(current.name).unlink()
         target.close()
     growth = max(0, _resident() - resident)
     print(
@@ -174,7 +179,6 @@ def _resident() -> int:
 
 
 def _keep(failures: Path, name: str, data: bytes) -> Path:
-    failures.mkdir(exist_ok=True)
     path = failures / f"{name}-{hashlib.sha256(data).hexdigest()[:12]}"
     path.write_bytes(data)
     return path
