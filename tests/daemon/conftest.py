@@ -97,6 +97,7 @@ class RunningDaemon:
 
     def start(self) -> None:
         """Start the process; it need not be up yet."""
+        self.log_path.touch()
         if not self._popen and not self._prefix and b"non_temporal = false" in self.config_path.read_bytes():
             self.process = zygote().start(["run", "--config", str(self.config_path)], os.environ, self.log_path)
             return
