@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from threading import Thread
 from wsgiref.simple_server import WSGIServer
 
@@ -55,6 +56,10 @@ class Metrics:
         )
         self.leased = gauge("leased_requests", "Requests that keep the generation before from being written")
         self.refused = counter("peers_refused", "Connections and messages refused for their key", ("socket",))
+        self.healthy = Gauge(
+            "fusewire_healthy", "1 while this part of the daemon does its work", ("part",), registry=self.registry
+        )
+        self.spool = gauge("spool_bytes", "Bytes of pushed shards that are kept for a restart")
         self.version = gauge("live_version", "The live numbered version; -1 before there is one")
 
     def record(self, event: events.AnyEvent) -> None:
@@ -83,8 +88,11 @@ class Metrics:
             case _:
                 pass
 
-    def observe(self, ledger: Ledger) -> None:
-        """Show the ledger's state."""
+    def observe(self, ledger: Ledger, health: Mapping[str, str], spooled: int) -> None:
+        """Show the ledger's state, that of each part (``ok``, or what is wrong), and the bytes in the spool."""
+        for part, told in health.items():
+            self.healthy.labels(part).set(told == "ok")
+        self.spool.set(spooled)
         self.pending_halves.set(len(ledger.pending))
         self.pending_bytes.set(sum(half.nbytes for half in ledger.pending if half.owned))
         self.slots_filled.set(ledger.filled)

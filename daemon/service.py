@@ -574,7 +574,8 @@ class Service:
         """What is done by the clock: heartbeats, expiry, the watchdog, the start's progress."""
         if self._is_due("heartbeat", self.settings.events.heartbeat_interval):
             self._heartbeat()
-            self.parts.metrics.observe(self.ledger)
+            spool = self.parts.spool
+            self.parts.metrics.observe(self.ledger, self.control.health(), 0 if spool is None else spool.used)
         if self.ledger.pending and self._is_due("sweep", 1.0):
             self.loader.sweep()
         if self.ledger.streams and self._is_due("streams", 1.0):

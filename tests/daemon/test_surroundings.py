@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import os
+import re
 import select
 import signal
 import socket
@@ -258,11 +259,14 @@ def test_events_are_counted_and_the_state_is_shown() -> None:
     metrics.record(events.FusionExpired(layer=1, tensor="t", age=1, nbytes=1, cause="age"))
     ledger = Ledger(Coverage(layer_of=(0, 0), fusions={}, layers=1, names=("a", "b")), held_limit=1, known_limit=1)
     ledger.filled = 1
-    metrics.observe(ledger)
+    metrics.observe(ledger, {"journal": "the disk is full", "loader": "ok"}, 12)
     text = fetch(port)
     metrics.stop()
 
     for line in (
+        'fusewire_healthy{part="journal"} 0.0',
+        'fusewire_healthy{part="loader"} 1.0',
+        "fusewire_spool_bytes 12.0",
         'fusewire_shards_applied_total{source="folder"} 1.0',
         'fusewire_shards_rejected_total{reason="truncated",source="socket"} 1.0',
         "fusewire_bytes_applied_total 7.0",
@@ -277,6 +281,15 @@ def test_events_are_counted_and_the_state_is_shown() -> None:
         assert line in text
     with pytest.raises(urllib.error.URLError):
         fetch(port)
+
+
+def test_the_page_for_operators_names_metrics_that_there_are() -> None:
+    page = (Path(__file__).parents[2] / "docs/operations.md").read_text()
+    named = set(re.findall(r"`(fusewire_\w+)", page))
+    families = list(Metrics().registry.collect())
+    there = {family.name + ("_total" if family.type == "counter" else "") for family in families}
+    assert named
+    assert named <= there
 
 
 def test_only_loopback_is_listened_on() -> None:
