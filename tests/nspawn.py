@@ -479,7 +479,6 @@ def a_reload_that_is_waited_for(machine: Machine) -> None:
 
 def a_key_is_handed_over(machine: Machine) -> None:
     """With the drop-in for credentials the daemon can read its key, and nobody else; without the key, no start."""
-    machine.write("/etc/fusewire/keys/daemon.key_secret", "the key\n")
     carry_out(machine, commands_in("fusewire.service.d/credentials.conf"))
     pid = machine.show()["MainPID"]
     variables = dict(
@@ -490,11 +489,11 @@ def a_key_is_handed_over(machine: Machine) -> None:
     said = machine.run(
         f"nsenter --mount --target {pid} setpriv --reuid=fusewire --clear-groups --regid=nogroup cat {key}"
     )
-    expect(said == "the key\n", f"what the daemon reads: {said}")
+    expect(said == machine.run("cat /etc/fusewire/keys/fusewire.key_secret"), "the daemon reads its key")
     machine.refused(f"cat {key}", TRAINER, "cat: ")
-    machine.refused("cat /etc/fusewire/keys/daemon.key_secret", TRAINER, "Permission denied")
+    machine.refused("cat /etc/fusewire/keys/fusewire.key_secret", TRAINER, "Permission denied")
 
-    machine.run("systemctl stop fusewire && rm /etc/fusewire/keys/daemon.key_secret")
+    machine.run("systemctl stop fusewire && rm /etc/fusewire/keys/fusewire.key_secret")
     machine.run("systemctl start fusewire", check=False)
     shown = machine.show()
     expect(shown["ExecMainStatus"] == "243", f"no start without its key: {shown['ExecMainStatus']}")

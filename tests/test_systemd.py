@@ -244,7 +244,7 @@ def test_a_drop_in_is_understood(drop_in: Path, installed: Path) -> None:
 
 def test_the_drop_ins_say_what_they_are_for() -> None:
     assert directives(NOTIFY_RELOAD) == {"Type": ["notify-reload"], "ExecReload": [""]}
-    assert directives(CREDENTIALS) == {"LoadCredential": ["fusewire.key:/etc/fusewire/keys/daemon.key_secret"]}
+    assert directives(CREDENTIALS) == {"LoadCredential": ["fusewire.key:/etc/fusewire/keys/fusewire.key_secret"]}
 
 
 def test_what_would_break_the_service_is_not_hardened_away() -> None:
