@@ -88,12 +88,8 @@ class Journal:
         """Begin to look after the log."""
         self._thread.start()
 
-    def write(self, entries: Iterable[Entry]) -> bool:
-        """Write entries down, with all that could not be written before. Never raises.
-
-        Returns:
-            Whether everything is written down.
-        """
+    def note(self, entries: Iterable[Entry]) -> None:
+        """Take entries that are to be written with the next ones, or within a second."""
         for entry in entries:
             key = type(entry) if isinstance(entry, Standing) else (type(entry), entry.id)
             self._backlog[key] = entry
@@ -101,14 +97,27 @@ class Journal:
         while len(self._backlog) > BACKLOG:
             self._backlog.popitem(last=False)
             self._lost += 1
+
+    def write(self, entries: Iterable[Entry]) -> bool:
+        """Write entries down, with all that have not been written yet. Never raises.
+
+        Returns:
+            Whether everything is written down.
+        """
+        self.note(entries)
         if self._failure and time.monotonic() < self._retry_at:
             return False
         return self._flush()
 
     def retry(self) -> None:
-        """Try again, if something could not be written."""
+        """Write what has been noted, or could not be written before."""
         if self._backlog:
             self.write(())
+
+    @property
+    def settled(self) -> bool:
+        """Whether everything is written down."""
+        return not self._backlog
 
     def health(self) -> str:
         """Return ``ok``, or why nothing can be written down."""

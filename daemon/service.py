@@ -75,6 +75,9 @@ JOIN_TIMEOUT = 1.0
 EXTENSION = 30.0
 """Seconds of start-up time asked of systemd each time that bytes have advanced."""
 
+OUTWARD = (Answered, Publish, Reply)
+"""Instructions after which somebody knows, so that what led to them has to be written first."""
+
 _LEVELS: dict[type[events.Event], str] = {
     events.ShardRefused: "warning",
     events.FusionExpired: "warning",
@@ -138,6 +141,8 @@ class Service:
         """Keys of the base checkpoint's shards that are not in place yet."""
         self._recovery: Recovery | None = None
         """What was live before a restart, until it is again."""
+        self._unneeded: list[Retire | Discard] = []
+        """What may be thrown away, once it is written down that nothing rests on it."""
         self._durable = False
         """Whether all that has been decided so far is written down."""
         self._due = dict.fromkeys(("heartbeat", "sweep", "streams", "watchdog", "progress", "journal"), 0.0)
@@ -462,14 +467,32 @@ class Service:
 
     def _feed(self, stimulus: Stimulus) -> None:
         todo = self.ledger.handle(stimulus)
-        for instruction in todo:  # first what is written down: an answer must not be forgotten by a restart
+        # First what is written down: an answer must not be forgotten by a restart. What nobody is told of can wait.
+        told = any(isinstance(instruction, OUTWARD) for instruction in todo)
+        for instruction in todo:
             if isinstance(instruction, Record):
-                self._write_down(instruction)
+                self._write_down(instruction, at_once=told)
         for instruction in todo:
             self._perform(instruction)
 
-    def _write_down(self, record: Record) -> None:
-        self._durable = self.parts.journal is not None and self.parts.journal.write(record.entries)
+    def _clear_away(self) -> None:
+        """Throw away what nothing rests on any more: never before a restart would know that, too."""
+        if self.parts.journal is not None and not self.parts.journal.settled:
+            return
+        unneeded = list(self._unneeded)
+        self._unneeded.clear()
+        for instruction in unneeded:
+            if isinstance(instruction, Retire):
+                self._retire(instruction)
+            else:
+                self._discard(instruction)
+
+    def _write_down(self, record: Record, *, at_once: bool) -> None:
+        journal = self.parts.journal
+        if journal is not None and at_once:
+            self._durable = journal.write(record.entries)
+        elif journal is not None:
+            journal.note(record.entries)
 
     def _perform(self, instruction: Instruction) -> None:
         self._performers[type(instruction)](instruction)
@@ -487,9 +510,9 @@ class Service:
             Commit: lambda i: loader.commit(i.version),
             Rollback: lambda i: loader.rollback(i.ticket),
             NewRun: lambda _: loader.new_run(),
-            Retire: self._retire,
+            Retire: self._unneeded.append,
             Record: lambda _: None,  # done already
-            Discard: self._discard,
+            Discard: self._unneeded.append,
             Publish: lambda i: self._publish(i.event),
             Reply: lambda i: self._answer(i.key, i.answer),
             Answered: lambda i: self._settle(i.ticket, i.failure, i.detail),
@@ -580,8 +603,10 @@ class Service:
             self.loader.sweep()
         if self.ledger.streams and self._is_due("streams", 1.0):
             self.loader.expire_streams(self.settings.socket.stream_timeout)
-        if self.parts.journal is not None and self._is_due("journal", 1.0):
-            self.parts.journal.retry()
+        if self._is_due("journal", 1.0):
+            if self.parts.journal is not None:
+                self.parts.journal.retry()
+            self._clear_away()
         interval = notify.watchdog_interval()
         if interval is not None and self._is_due("watchdog", interval / 3):
             # The ping speaks for every thread, not just for this one.

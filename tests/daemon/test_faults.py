@@ -51,7 +51,8 @@ def limited(daemon: RunningDaemon, what: int, soft: int) -> Iterator[None]:
     try:
         yield
     finally:
-        resource.prlimit(daemon.process.pid, what, before)
+        with contextlib.suppress(ProcessLookupError):
+            resource.prlimit(daemon.process.pid, what, before)
 
 
 def test_no_room_in_the_state_directory(daemon: RunningDaemon, shard: Tensors) -> None:
@@ -78,6 +79,32 @@ def test_no_room_in_the_state_directory(daemon: RunningDaemon, shard: Tensors) -
     daemon.wait_status(lambda s: s.state == "ready" and s.version == 2)
     with daemon.control() as control:
         assert control.digest().digest == before
+
+
+def test_nothing_is_thrown_away_before_that_is_written_down(daemon: RunningDaemon, shard: Tensors) -> None:
+    """The journal on the disk still says that the old version is live: its bytes have to be there."""
+    with daemon.trainer() as trainer:
+        trainer.push_tensors(shard, version=1)
+        trainer.commit(1)
+        daemon.wait_status(lambda s: s.version == 1)
+        with daemon.control() as control:
+            before = control.digest().digest
+        with limited(daemon, resource.RLIMIT_FSIZE, 1):
+            for version in (2, 3, 4):
+                trainer.push_tensors({name: t + version for name, t in shard.items()}, version=version)
+                trainer.commit(version)
+                daemon.wait_status(partial(_live, version))
+            time.sleep(1.2)  # longer than it takes to clear away
+            daemon.kill()
+    daemon.start()
+    daemon.wait_up()
+    daemon.wait_status(lambda s: s.state == "ready" and s.version == 1)
+    with daemon.control() as control:
+        assert control.digest().digest == before
+
+
+def _live(version: int, status: wire.Status) -> bool:
+    return status.version == version
 
 
 def test_what_could_not_be_kept_is_named_after_a_restart(daemon: RunningDaemon, shard: Tensors) -> None:

@@ -76,6 +76,22 @@ def test_what_is_written_is_read_back(tmp_path: Path, sync: bool) -> None:
     again.close()
 
 
+def test_what_is_noted_is_written_with_the_next(tmp_path: Path) -> None:
+    written = journal(tmp_path)
+    written.note([record(1)])
+    assert written._database.execute("SELECT count(*) FROM shards").fetchone() == (0,)
+    written.note([Held(id=1, standing="live", slots=((0, 1),))])
+    assert written.write([record(2)])
+    written.note([record(3)])
+    written.retry()
+    written.note([record(4)])
+    written.close()
+    again = journal(tmp_path)
+    assert [shard.id for shard in again.memory.shards] == [1, 2, 3, 4]
+    assert again.memory.shards[0].standing == "live"
+    again.close()
+
+
 def test_a_kill_leaves_each_transaction_whole(tmp_path: Path) -> None:
     """Another process writes pairs of records until it is killed: never one without the other, none that was told."""
     code = (
