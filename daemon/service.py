@@ -474,6 +474,8 @@ class Service:
                 self._write_down(instruction, at_once=told)
         for instruction in todo:
             self._perform(instruction)
+        if told and self._unneeded:
+            self._clear_away()
 
     def _clear_away(self) -> None:
         """Throw away what nothing rests on any more: never before a restart would know that, too."""
