@@ -190,6 +190,8 @@ class Books:
         told = self._told
         # While what was live is being restored, it is still what a restart has to come back to.
         live, ready = (versions.live, True) if versions.ready else (told.live, told.ready)
+        if versions.staged is not None and versions.staged.restored and versions.staged.past:
+            live = ROLLING  # its number stands for nothing that may come
         return Standing(
             ready=ready,
             live=live,
