@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import sqlite3
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -373,3 +375,21 @@ def test_a_new_run_that_begins_while_the_old_ones_weights_are_restored(
     expected = cold(base | pick(base, "layers.2.") | old | new)
     assert ready(daemon, 1) == (1, expected)
     assert again(daemon) == (1, expected)
+
+
+def test_the_spool_is_cleaned_over_many_restarts(start_daemon: StartDaemon, base: Tensors) -> None:
+    """What was kept for a rollback at the kill is over after it."""
+    daemon = start_daemon(**BASE)
+    ready(daemon)
+    for number in range(1, 7):
+        push(daemon, number, pick(base, "layers.0.", plus=number))
+        before = ready(daemon, number)
+        if number % 2 == 0:
+            assert again(daemon) == before
+    deadline = time.monotonic() + 20
+    while len(list((daemon.root / "state/spool").iterdir())) > 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    with contextlib.closing(sqlite3.connect(daemon.root / "state/journal.sqlite")) as database:
+        pushed = database.execute("SELECT standing FROM shards WHERE source = 'socket'").fetchall()
+    assert sorted(pushed) == [("live",), *[("over",)] * 5]
