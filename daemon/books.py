@@ -72,12 +72,13 @@ class Books:
         for shard in memory.shards:
             self._next = max(self._next, shard.id + 1)
             self._order = max(self._order, shard.order)
-            if shard.standing == "live" and shard.slots:
+            if shard.standing == "live":  # without slots: it was kept for a rollback, and is over now
                 self.holdings.recall(shard.id, slots_of(shard.slots))
             numbered = shard.version is not ROLLING and shard.source == "folder"
             if numbered and shard.standing == "live" and shard.version is not None:
                 self.holdings.note(shard.id, File(shard.key, shard.version, shard.identity))
         self._told = memory.standing
+        self._moved = True
 
     # ------------------------------------------------------------------------------- what the ledger tells
 
@@ -110,8 +111,11 @@ class Books:
 
     def rejected(self, shard: Shard, reason: Reason, detail: str) -> None:
         """A shard has been refused."""
-        if shard.source != "journal":
-            self._write(shard, "over", (), reason.value, detail)
+        if shard.source == "journal" or (shard.source == "spool" and reason in RETRIED):
+            return  # it stands there already, and the next start tries it again: it was acknowledged
+        self._write(shard, "over", (), reason.value, detail)
+        if shard.source == "spool":
+            self._over.append(shard.number)
 
     def lost(self, slots: Iterable[int]) -> None:
         """The staged version has lost slots that it had."""
@@ -190,6 +194,8 @@ class Books:
         told = self._told
         # While what was live is being restored, it is still what a restart has to come back to.
         live, ready = (versions.live, True) if versions.ready else (told.live, told.ready)
+        if versions.staged is not None and versions.staged.restored and versions.staged.past:
+            live = ROLLING  # its number stands for nothing that may come
         return Standing(
             ready=ready,
             live=live,

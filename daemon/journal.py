@@ -78,6 +78,8 @@ class Journal:
         self._lock = _lock(folder)
         try:
             self._database = _open(self.path, model, sync=sync)
+            with contextlib.suppress(sqlite3.Error):  # it is no matter of life and death
+                self._prune(PRUNE_EVERY)  # not only after so many records: none of many short lives may write as many
             self.memory = _read(self._database, self.path)
         except BaseException:
             os.close(self._lock)

@@ -631,7 +631,8 @@ class Ledger:
     def _requeue(self, shard: Shard, seen: Seen) -> None:
         self.finished.pop(shard.key, None)
         shard.identity, shard.content, shard.version = seen.identity, seen.content, None
-        shard.changed, shard.number, shard.digest = seen.changed, self.books.number(), ""
+        shard.changed, shard.digest = seen.changed, ""
+        shard.number = self.books.number() if seen.number is None else seen.number
         self.rollout.reconsider_marker(seen.claimed, seen.changed)
         shard.state = State.QUEUED
         self.shards[shard.key] = shard

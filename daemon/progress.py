@@ -72,6 +72,8 @@ class Version:
     """Whether an operator has said that it shall go live."""
     committing: bool = False
     """Whether it has been told to go live: there is no way back."""
+    restored: bool = False
+    """Whether it was live before a restart: it goes live again whatever the settings say, and can't be aborted."""
     past: bool = False
     """Whether it belongs to a run before the present one: its number stands for nothing that may come."""
     promised: set[int] | None = None

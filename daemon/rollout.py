@@ -138,7 +138,8 @@ class Rollout:
             return
         for version in self.versions.count_anew():
             self._tell_superseded(version, now, out, was_staged=version is staged)
-        out.append(NewRun())
+        if staged is None or not staged.restored:  # what is being restored keeps its number till it is live
+            out.append(NewRun())
 
     def verified(self, verified: Verified, out: list[Instruction]) -> None:
         """The staged version has been verified, or has failed."""
@@ -165,7 +166,7 @@ class Rollout:
                 )
             )
         )
-        if self.versions.policy.automatic or staged.number is ROLLING or staged.approved:
+        if self.versions.policy.automatic or staged.number is ROLLING or staged.approved or staged.restored:
             self._commit(staged, out)
 
     def committed(self, committed: Committed, out: list[Instruction]) -> None:
@@ -179,6 +180,8 @@ class Rollout:
         first = not self.versions.ready
         live, _ = self.versions.commit(committed.now, committed.leased)
         self._shards.books.committed()
+        if live.restored and live.past:
+            out.append(NewRun())
         late = tuple(live.queued)  # they came while it was verified: now they are compared with it
         for key in late:
             live.unexpect(key)
@@ -298,6 +301,8 @@ class Rollout:
     def _dispose(self, version: Version, why: str, now: float, out: list[Instruction], *, was_staged: bool) -> None:
         if was_staged:
             out.append(DropVersion(version.number))
+            if version.restored and version.past:
+                out.append(NewRun())
             out += [Answered(ticket, why, "") for ticket in self._tickets]
             self._tickets.clear()
         keys = tuple(version.queued)
@@ -390,8 +395,9 @@ class Rollout:
         target, failure = self._target(order)
         if target is None:
             return failure, ""
-        if target.committing:
-            return f"{target.label} is going live this moment", ""
+        if target.committing or target.restored:
+            what = "going live this moment" if target.committing else "what was live, and is being restored"
+            return f"{target.label} is {what}", ""
         who = "its trainer" if order.by_trainer else "an operator"
         self._abort(target, Turn.WITHDRAWN, f"by order of {who}", order.now, out)
         return "", f"{target.label} is aborted; what is live was not touched"

@@ -134,7 +134,7 @@ class Versions:
         self.ended = OrderedDict((number, (state, why)) for number, state, why in standing.ended)
         if standing.ready:
             self.ended.pop(standing.live, None)  # type: ignore[arg-type]
-            self.open(standing.live, now)
+            self.open(standing.live, now).restored = True
         for told in standing.open:
             version, _ = self.meet(told.number, now)
             version.promised = None if told.promised is None else slots_of(told.promised)
@@ -206,7 +206,7 @@ class Versions:
     def count_anew(self) -> list[Version]:
         """Forget all numbers. Returns the versions that end by that."""
         numbered = [version for version in self.known.values() if version.number is not ROLLING]
-        over = [version for version in numbered if not version.committing]
+        over = [version for version in numbered if not version.committing and not version.restored]
         for version in numbered:
             version.past = True
         for version in over:
@@ -396,7 +396,7 @@ class Versions:
             assert number == version.number
             assert version.state in {VersionState.OPEN, VersionState.COMPLETE, VersionState.VERIFIED}
             assert version is self.staged or version.state is VersionState.OPEN
-            assert number is ROLLING or number > self._floor or self.run is not None
+            assert number is ROLLING or number > self._floor or self.run is not None or version.restored
             for layer, total in totals.items():
                 filled = sum(1 for slot in version.filled if self.coverage.layer_of[slot] == layer)
                 assert version.missing[layer] == total - filled

@@ -230,7 +230,7 @@ class Service:
     def _recall(self) -> None:
         """Take over what was written down before a restart; begin to restore what was live."""
         journal, parts = self.parts.journal, self.parts
-        if journal is None or not (journal.memory.shards or journal.memory.standing.floor >= 0):
+        if journal is None or journal.memory == Memory():
             return
         memory, now = journal.memory, time.monotonic()
         journal.memory = Memory()  # it may be large, and is not needed again

@@ -267,3 +267,13 @@ def test_a_spool_that_is_gone_is_told_and_comes_back(spool: Spool) -> None:
     away.rename(spool.folder)
     keep(spool, 2, b"x")
     assert spool.failure == ""
+
+
+def test_many_short_lives_are_bounded_too(tmp_path: Path) -> None:
+    for life in range(5):
+        short = journal(tmp_path, known_limit=10)
+        short.write(record(10 * life + number, standing="over", slots=()) for number in range(10))
+        short.close()
+    again = journal(tmp_path, known_limit=10)
+    assert [shard.id for shard in again.memory.shards] == list(range(40, 50))
+    again.close()

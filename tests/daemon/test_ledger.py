@@ -14,6 +14,7 @@ from fusewire.daemon import events, wire
 from fusewire.daemon.errors import Reason
 from fusewire.daemon.ledger import IN_FLIGHT, RETRIES, State
 from fusewire.daemon.lifecycle import VersionState
+from fusewire.daemon.records import Memory, ShardRecord, Standing
 from fusewire.daemon.roster import OPEN_VERSIONS, Policy
 from fusewire.daemon.stimuli import (
     Answered,
@@ -32,6 +33,7 @@ from fusewire.daemon.stimuli import (
     Ordered,
     Place,
     Publish,
+    Recalled,
     Refused,
     Release,
     Reply,
@@ -612,3 +614,44 @@ def test_any_life(automatic: bool, driver_class: type[Any]) -> None:
 
     Concrete.automatic = automatic
     run_state_machine_as_test(Concrete, settings=settings(max_examples=120, stateful_step_count=60, deadline=None))
+
+
+# ------------------------------------------------------------------------------------ after a restart
+
+
+def kept(number: int, **changes: Any) -> ShardRecord:
+    """A shard as the journal has it."""
+    fields: dict[str, Any] = {"source": "folder", "identity": (1, 2, 3, 4, number), "standing": "staged"}
+    return ShardRecord(id=number, order=number, key="latest", name="latest", **(fields | changes))
+
+
+def comes_back(drive: Driver, *records: ShardRecord) -> None:
+    """A daemon starts again that had these, and nothing live."""
+    drive(Recalled(now=0.0, memory=Memory(standing=Standing(), shards=records)))
+
+
+def pushed_before(drive: Driver, number: int) -> str:
+    key = f"spool:{number}"
+    drive(Seen(key=key, name=key, source="spool", number=number, place=f"{number}.safetensors", now=0.0))
+    return key
+
+
+@pytest.mark.parametrize(
+    ("reason", "over"), [(Reason.STOPPING, False), (Reason.MODEL_BUSY, False), (Reason.CONFLICT, True)]
+)
+def test_what_was_acknowledged_is_given_up_only_for_what_it_is(drive: Driver, reason: Reason, over: bool) -> None:
+    """A stop, or a model that is busy, says nothing of a shard that a client will not send again."""
+    comes_back(drive, kept(7, source="socket", identity=None))
+    key = pushed_before(drive, 7)
+    drive.inspected(key, version=3)
+    drive(Refused(key=key, now=0.0, reason=reason, detail="", transient=False))
+    standings = [entry.standing for entry in drive.written if isinstance(entry, ShardRecord)]
+    assert (standings, drive.discarded) == ((["over"], [7]) if over else ([], []))
+
+
+def test_a_file_keeps_its_number_though_another_of_its_name_is_live(drive: Driver) -> None:
+    comes_back(drive, kept(1, standing="over"), kept(2))
+    drive(Seen(key="latest", name="latest", source="folder", identity=(1, 2, 3, 4, 2), content=2, number=2, now=0.0))
+    drive.inspected("latest", slots=(0, 1))
+    drive.placed("latest", waiting={1: "0.q_a"})
+    assert [entry.id for entry in drive.written if isinstance(entry, ShardRecord)] == [2]

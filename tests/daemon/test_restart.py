@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import sqlite3
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,10 +16,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fusewire.daemon import wire
+from fusewire.daemon.client import Trainer
 from fusewire.model import DeepseekV2Config, DeepseekV2ForCausalLM
 from fusewire.model.generation import digest
 
-from .conftest import CHECKPOINTS, RunningDaemon, StartDaemon
+from .conftest import CHECKPOINTS, TIMEOUT, RunningDaemon, StartDaemon
 
 Tensors = dict[str, Tensor]
 Golden = Callable[[str], Tensors]
@@ -303,3 +306,90 @@ def test_a_second_daemon_on_the_same_state(start_daemon: StartDaemon) -> None:
     assert second.process.wait(30) == 1
     assert f"another fusewire (process {first.process.pid})" in second.log_path.read_text()
     assert first.status().health["journal"] == "ok"
+
+
+def missing_while_restoring(daemon: RunningDaemon, folder: str, away: Path) -> None:
+    """Kill it, take a shard away that live slots rest on, and start it: it waits for that shard."""
+    daemon.kill()
+    (daemon.shards / folder / "0.safetensors").rename(away)
+    daemon.start()
+    daemon.wait_up()
+    daemon.wait_status(lambda s: any("deleted" in w.why for w in s.waiting_shards))
+
+
+def test_a_version_that_was_approved_comes_back_without_being_asked_for(
+    start_daemon: StartDaemon, base: Tensors
+) -> None:
+    daemon = start_daemon(**BASE, versions={"commit": "manual"})
+    ready(daemon)
+    push(daemon, 1, pick(base, "layers.0."))
+    daemon.wait_status(lambda s: any(v.version == 1 and v.state == "verified" for v in s.versions))
+    with daemon.control() as control:
+        control.commit(1)
+    before = ready(daemon, 1)
+    push(daemon, 2, pick(base, "layers.1."))
+    daemon.wait_status(lambda s: any(v.version == 2 and v.state == "verified" for v in s.versions))
+    assert again(daemon) == before
+    daemon.wait_status(lambda s: any(v.version == 2 and v.state == "verified" for v in s.versions))
+    assert again(daemon) == before, "nobody has approved of version 2"
+
+
+def test_what_is_being_restored_can_not_be_aborted(start_daemon: StartDaemon, base: Tensors, tmp_path: Path) -> None:
+    daemon = start_daemon(**BASE)
+    ready(daemon)
+    drop(daemon, "step_6", pick(base, "layers.0."))
+    before = ready(daemon, 6)
+    missing_while_restoring(daemon, "step_6", tmp_path / "away")
+    with daemon.trainer() as trainer:
+        answer = trainer.abort(6)
+    assert (answer.status, answer.detail) == ("rejected", "version 6 is what was live, and is being restored")
+    (tmp_path / "away").rename(daemon.shards / "step_6/0.safetensors")
+    assert ready(daemon) == before
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_new_run_that_begins_while_the_old_ones_weights_are_restored(
+    start_daemon: StartDaemon, base: Tensors, cold: Callable[[Tensors], str], tmp_path: Path, killed: bool
+) -> None:
+    """Trainer and daemon fall together, and the trainer is back first."""
+    daemon = start_daemon(**BASE)
+    ready(daemon)
+    old, new = pick(base, "layers.0."), pick(base, "layers.1.", plus=9.0)
+    with Trainer(daemon.endpoint("ingest"), timeout=TIMEOUT, run="old") as trainer:
+        trainer.push_tensors(pick(base, "layers.2."), version=5)
+        trainer.commit(5)
+    ready(daemon, 5)
+    drop(daemon, "step_6", old)
+    before = ready(daemon, 6)
+    missing_while_restoring(daemon, "step_6", tmp_path / "away")
+    with Trainer(daemon.endpoint("ingest"), timeout=TIMEOUT, run="new") as trainer:
+        assert trainer.commit(1, sorted(new)).status == "accepted"
+        if killed:
+            daemon.kill()
+            daemon.start()
+            daemon.wait_up()
+        (tmp_path / "away").rename(daemon.shards / "step_6/0.safetensors")
+        assert ready(daemon)[1] == before[1]
+        assert daemon.status().version is None, "its number stands for nothing in the new run"
+        assert trainer.push_tensors(new, version=1).status == "applied"
+    expected = cold(base | pick(base, "layers.2.") | old | new)
+    assert ready(daemon, 1) == (1, expected)
+    assert again(daemon) == (1, expected)
+
+
+def test_the_spool_is_cleaned_over_many_restarts(start_daemon: StartDaemon, base: Tensors) -> None:
+    """What was kept for a rollback at the kill is over after it."""
+    daemon = start_daemon(**BASE)
+    ready(daemon)
+    for number in range(1, 7):
+        push(daemon, number, pick(base, "layers.0.", plus=number))
+        before = ready(daemon, number)
+        if number % 2 == 0:
+            assert again(daemon) == before
+    deadline = time.monotonic() + 20
+    while len(list((daemon.root / "state/spool").iterdir())) > 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    with contextlib.closing(sqlite3.connect(daemon.root / "state/journal.sqlite")) as database:
+        pushed = database.execute("SELECT standing FROM shards WHERE source = 'socket'").fetchall()
+    assert sorted(pushed) == [("live",), *[("over",)] * 5]
