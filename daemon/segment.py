@@ -8,6 +8,7 @@ that another one sends, which who may connect could do as well by sending them.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import mmap
 import os
 import stat
@@ -49,8 +50,10 @@ class Segment:
         self.slots = slots
         self.path = folder / name
         size = slot_bytes * slots
+        remove_left_behind(folder)
         try:
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            descriptor = _create_locked(self.path)
+            self._lock: int | None = descriptor
             try:
                 os.posix_fallocate(descriptor, 0, size)  # now, and not by a SIGBUS when the memory is used
                 with contextlib.suppress(OSError):
@@ -59,9 +62,8 @@ class Segment:
                 self._map = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | _POPULATE, prot=mmap.PROT_READ)
             except BaseException:
                 self.path.unlink(missing_ok=True)
-                raise
-            finally:
                 os.close(descriptor)
+                raise
         except OSError as error:
             raise StartError(f"socket.shared_path: {self.path} of {size} bytes: {error.strerror}") from error
         self._bytes: Bytes = np.frombuffer(self._map, dtype=np.uint8)
@@ -72,8 +74,44 @@ class Segment:
         return self._bytes[begin : begin + nbytes]
 
     def close(self) -> None:
-        """Remove the file; clients that have it mapped keep their memory until they let go."""
+        """Remove the file; clients that have it mapped keep their memory until they let go. May be called twice."""
         self.path.unlink(missing_ok=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def remove_left_behind(folder: Path) -> None:
+    """Remove the segments of daemons that were killed: nobody holds their locks. Those of others can't be, and stay."""
+    for path in folder.glob(f"{PREFIX}*"):
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:  # somebody else's, or a folder
+            continue
+        try:
+            status = os.fstat(descriptor)
+            if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink(missing_ok=True)
+        except OSError:  # its daemon lives
+            continue
+        finally:
+            os.close(descriptor)
+
+
+def _create_locked(path: Path) -> int:
+    """Make a file that has its lock from the moment on from which others see it under its name. Raises OSError."""
+    hidden = path.with_name(f".{path.name}")
+    descriptor = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.link(hidden, path)  # not a rename, which would take the place of a file of that name
+    except BaseException:
+        os.close(descriptor)
+        raise
+    finally:
+        hidden.unlink()
+    return descriptor
 
 
 class Attached:

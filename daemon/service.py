@@ -10,6 +10,7 @@ import contextlib
 import math
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePath
 from typing import Any, assert_never
@@ -72,6 +73,8 @@ STOP_GRACE = 2.0
 """Seconds after a stop signal in which the shards that are being copied may still be finished."""
 JOIN_TIMEOUT = 1.0
 """Seconds given to each thread to end. With STOP_GRACE and the sockets' linger: less than 5 s in all."""
+UNNEEDED = 10_000
+"""Removals that wait for the journal; what belongs to those beyond stays till the next start, or where it is."""
 EXTENSION = 30.0
 """Seconds of start-up time asked of systemd each time that bytes have advanced."""
 
@@ -141,7 +144,7 @@ class Service:
         """Keys of the base checkpoint's shards that are not in place yet."""
         self._recovery: Recovery | None = None
         """What was live before a restart, until it is again."""
-        self._unneeded: list[Retire | Discard] = []
+        self._unneeded: deque[Retire | Discard] = deque(maxlen=UNNEEDED)
         """What may be thrown away, once it is written down that nothing rests on it."""
         self._durable = False
         """Whether all that has been decided so far is written down."""

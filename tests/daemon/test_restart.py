@@ -300,6 +300,32 @@ def test_the_spool_is_cleaned(start_daemon: StartDaemon, base: Tensors) -> None:
     assert again(daemon) == before
 
 
+def test_a_killed_daemon_leaves_no_memory_behind(start_daemon: StartDaemon, tmp_path: Path) -> None:
+    """Its shared segment goes at the next start of any daemon; those of daemons that live stay."""
+    shared = Path("/dev/shm") / f"test-{os.getpid()}-{tmp_path.name}"  # noqa: S108 - the one tmpfs that is everywhere
+    shared.mkdir()
+    try:
+        (shared / "fusewire-is-a-folder").mkdir()
+        first = start_daemon(**BASE, socket={"shared_path": str(shared)})
+        second = start_daemon(socket={"shared_path": str(shared)})
+        of_both = {path.name for path in shared.iterdir() if path.is_file()}
+        assert len(of_both) == 2
+        for _ in range(3):
+            first.kill()
+            first.start()
+            first.wait_up()
+        there = {path.name for path in shared.iterdir() if path.is_file()}
+        assert len(there) == 2
+        assert len(there & of_both) == 1, "the second one's"
+        with second.trainer() as trainer:
+            assert trainer.welcome.shared
+        assert first.stop() == 0
+        assert second.stop() == 0
+        assert [path.name for path in shared.iterdir()] == ["fusewire-is-a-folder"]
+    finally:
+        shutil.rmtree(shared)
+
+
 def test_a_second_daemon_on_the_same_state(start_daemon: StartDaemon) -> None:
     first = start_daemon(**BASE)
     second = start_daemon(up=False, state={"path": str(first.root / "state")})
