@@ -420,8 +420,8 @@ class Ledger:
         shard.skipped, shard.nbytes, shard.run = found.skipped, found.nbytes, found.run
         self.rollout.begin_run(found.run, found.now, out)
         verdict = self.versions.judge(found.version, found.run)
-        if (shard.source == "journal") is not self.restoring and verdict.kind == "place":
-            verdict = RESTORING if self.restoring else NO_LONGER_NEEDED
+        if verdict.kind == "place":
+            verdict = self._in_its_turn(shard, out) or verdict
         if verdict.kind == "wait" and shard.source == "socket" and self._silent(found.version, found.now):
             # A client can't keep its shard until the version is complete: it would wait for ever.
             self.rollout.supersede(f"it has not grown for long, and version {found.version} begins", found.now, out)
@@ -440,6 +440,35 @@ class Ledger:
                 self._work_on(shard)
                 keep = shard.number if self.keep_pushed and shard.source == "socket" else None
                 out.append(Place(shard.key, found.version, keep))
+
+    def _in_its_turn(self, shard: Shard, out: list[Instruction]) -> Verdict | None:
+        """While what was live is being restored, nothing else is placed; and later, nothing is restored."""
+        if shard.source == "journal":
+            return None if self.restoring else NO_LONGER_NEEDED
+        return RESTORING if self.restoring and not self._makes_up(shard.slots, out) else None
+
+    def _makes_up(self, slots: Iterable[int], out: list[Instruction]) -> bool:
+        """Whether what can't be restored need not be, since these slots and those that wait cover all that is missing.
+
+        So it is when a trainer has replaced its one file while the daemon was down. Then the restoring is over, and
+        what waits is taken up into the same version.
+        """
+        stuck = [key for key in self.deferred if self.shards[key].source == "journal"]
+        staged = self._restored
+        if not stuck or staged is None:
+            return False
+        if not set(range(len(staged.coverage.layer_of))) <= {*staged.came, *slots, *staged.expected}:
+            return False
+        self._restored = None
+        for key in stuck:
+            self.deferred.discard(key)
+            out.append(Release(key))
+            self._forget(self.shards[key])
+        waiting = tuple(staged.queued)
+        for key in waiting:
+            staged.unexpect(key)
+        self.take_up(waiting)
+        return True
 
     def _identify(self, shard: Shard, found: Inspected) -> None:
         """What is open need not be what was seen: a file that was still being written has been closed since."""
@@ -513,6 +542,8 @@ class Ledger:
 
     def _defer(self, shard: Shard, unready: NotReady, out: list[Instruction]) -> None:
         self._put_off(shard, unready.why, unready.now, out)
+        if shard.source == "journal" and self.restoring:
+            self._makes_up((), out)
 
     def _yield(self, shard: Shard, unready: NotReady, out: list[Instruction]) -> None:
         """It can't be placed before another one that is coming has come: it is looked at again."""

@@ -216,6 +216,31 @@ def test_a_whole_version_makes_up_for_what_is_lost(
     assert again(daemon) == (2, cold(new))
 
 
+@pytest.mark.parametrize("by_folder", [True, False])
+def test_the_one_file_is_replaced_while_it_is_down(
+    start_daemon: StartDaemon, base: Tensors, cold: Callable[[Tensors], str], by_folder: bool
+) -> None:
+    """As trainers do that always write the same name: what was live is gone, and what is there makes up for it."""
+    daemon = start_daemon()
+    latest, aside = daemon.shards / "latest.safetensors", daemon.root / "aside"
+    save_file(base, latest)
+    ready(daemon)
+    daemon.kill()
+    new = {name: tensor + 1 for name, tensor in base.items()}
+    if by_folder:
+        save_file(new, aside)
+        aside.rename(latest)
+    else:
+        latest.unlink()
+    daemon.start()
+    daemon.wait_up()
+    if not by_folder:
+        daemon.wait_status(lambda s: any("deleted" in w.why for w in s.waiting_shards))
+        push(daemon, None, new)
+    assert ready(daemon) == (None, cold(new))
+    assert again(daemon) == (None, cold(new))
+
+
 def test_a_base_checkpoint_of_links(start_daemon: StartDaemon, tmp_path: Path) -> None:
     """As a hub's cache keeps it."""
     folder = tmp_path / "snapshot"
