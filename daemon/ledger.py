@@ -555,7 +555,8 @@ class Ledger:
         if staged is not None and shard.state in {State.PLACING, State.STREAMING} and staged.number == shard.version:
             staged.unfill(refused.unfilled)
             self.books.lost(refused.unfilled)
-        if refused.transient and shard.retries < RETRIES and not self.stopping:
+        needed = shard.source == "journal"  # there is nothing else that it could be restored from: it is tried again
+        if needed or (refused.transient and shard.retries < RETRIES and not self.stopping):
             shard.retries += 1
             out.append(Release(shard.key))
             self._put_off(shard, f"{refused.reason}: {refused.detail}", refused.now, out)

@@ -7,7 +7,7 @@ no others. One that can't be had any more is named, and waited for: nothing is l
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
 from .errors import ShardNotReady, ShardRejected, printable
@@ -97,6 +97,10 @@ class Recovery:
             )
             opener = self._opener(record, "pushed before the restart", final=True)
             yield seen, Source(record.name, opener, claims, record.run, record.digest or None)
+
+    def rests_on(self, checkpoint: Collection[str]) -> bool:
+        """Whether all of a base checkpoint that is needed is part of this one."""
+        return all(record.place in checkpoint for record in self._left if record.source == "checkpoint")
 
     def problems(self) -> tuple[str, ...]:
         """Name the shards that can't be read as they stand. Looks at every file; nothing is opened."""

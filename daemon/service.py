@@ -249,6 +249,9 @@ class Service:
             log.info("daemon.restoring", version=memory.standing.live, bytes=recovery.total)
             for problem in recovery.problems():
                 log.error("restore.missing", shard=problem, remedy="put it back, or push a whole version")
+            if parts.checkpoint and not recovery.rests_on({str(path.resolve()) for path in parts.checkpoint}):
+                what = "model.checkpoint is not what the live weights rest on: they are restored all the same"
+                log.warning("restore.other_checkpoint", reason=what, remedy="move state.path away to begin with it")
             self._bar = ProgressBar(recovery.total)
             self._restore_next()
         for seen, source in recovery.staged(now):

@@ -216,6 +216,27 @@ def test_a_whole_version_makes_up_for_what_is_lost(
     assert again(daemon) == (2, cold(new))
 
 
+def test_a_spooled_shard_that_is_damaged_is_named_and_waited_for(start_daemon: StartDaemon, base: Tensors) -> None:
+    daemon = start_daemon(**BASE)
+    ready(daemon)
+    push(daemon, 1, pick(base, "layers.0."))
+    before = ready(daemon, 1)
+    daemon.kill()
+    (spooled,) = (daemon.root / "state/spool").iterdir()
+    whole = spooled.read_bytes()
+    spooled.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    other = daemon.root / "other"
+    shutil.copytree(CHECKPOINTS / "v2", other)
+    daemon.write_settings({"model": {"checkpoint": str(other)}})
+    daemon.start()
+    daemon.wait_up()
+    status = daemon.wait_status(lambda s: any("digest_mismatch" in w.why for w in s.waiting_shards))
+    assert status.state == "starting"
+    assert any(line["event"] == "restore.other_checkpoint" for line in daemon.log())
+    spooled.write_bytes(whole)
+    assert ready(daemon) == before
+
+
 @pytest.mark.parametrize("by_folder", [True, False])
 def test_the_one_file_is_replaced_while_it_is_down(
     start_daemon: StartDaemon, base: Tensors, cold: Callable[[Tensors], str], by_folder: bool
