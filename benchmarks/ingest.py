@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from folder import V2
-from harness import Daemon, Memcpy, daemon, interleave, machine, private_bytes, save, table, with_tunables
+from harness import SETTINGS, Daemon, Memcpy, daemon, interleave, machine, private_bytes, save, table, with_tunables
 from safetensors.torch import save as serialize
 
 from fusewire.daemon import wire
@@ -170,12 +170,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--quick", action="store_true", help="3 rounds")
+    parser.add_argument("--durability", choices=["memory", "spool"], default="memory")
     arguments = parser.parse_args()
     with_tunables()
     rounds = 3 if arguments.quick else arguments.rounds
     print(machine())
     records: list[dict[str, Any]] = []
-    with daemon(V2) as running:
+    # What is to be measured is the way to the parameters; with "spool" each byte is also written to a file.
+    settings = SETTINGS.replace("[socket]\n", f'[socket]\ndurability = "{arguments.durability}"\n')
+    with daemon(V2, settings=settings) as running:
         slots = SlotTable.build(DeepseekV2Config.from_dict(V2)).slots
         everything = {name: torch.zeros(slot.shape, dtype=torch.bfloat16) for name, slot in slots.items()}
         with Trainer(running.endpoint("ingest"), timeout=120) as trainer:
