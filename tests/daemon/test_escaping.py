@@ -285,6 +285,7 @@ def in_metrics(poisoned: Poisoned) -> None:
         text = response.read().decode()
     assert 'fusewire_shards_rejected_total{reason="unknown_tensor",source="folder"}' in text
     allowed = {*map(str, Reason), "folder", "socket", "aborted", "live", "superseded", "index", "commit"}
+    allowed |= {"loader", "generate", "journal", "spool"}
     for line in text.splitlines():
         assert line.isprintable()
         assert len(line) < 200
