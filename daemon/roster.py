@@ -231,8 +231,6 @@ class Versions:
         if version is not None:
             return version, []
         version = (self._next_rolling if number is ROLLING else None) or Version(number, self.coverage, now, now)
-        if version is self._next_rolling:  # it may be given up: nobody must come back to it then
-            self._next_rolling = None
         version.opened = version.grown = now
         self.known[number] = version
         waiting = [v for v in self.known.values() if v is not self.staged and v.number is not ROLLING]

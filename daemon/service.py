@@ -146,8 +146,6 @@ class Service:
         """What was live before a restart, until it is again."""
         self._unneeded: deque[Retire | Discard] = deque(maxlen=UNNEEDED)
         """What may be thrown away, once it is written down that nothing rests on it."""
-        self._durable = False
-        """Whether all that has been decided so far is written down."""
         self._due = dict.fromkeys(("heartbeat", "sweep", "streams", "watchdog", "progress", "journal"), 0.0)
         self._extended_at = -1
         self._performers = self._table()
@@ -498,7 +496,7 @@ class Service:
     def _write_down(self, record: Record, *, at_once: bool) -> None:
         journal = self.parts.journal
         if journal is not None and at_once:
-            self._durable = journal.write(record.entries)
+            journal.write(record.entries)
         elif journal is not None:
             journal.note(record.entries)
 
@@ -568,7 +566,7 @@ class Service:
 
     def _answer(self, key: str, answer: wire.Answer) -> None:
         self._sources.pop(key, None)
-        if answer.durability == "spool" and not self._durable:
+        if answer.durability == "spool" and not (self.parts.journal is not None and self.parts.journal.settled):
             answer = msgspec.structs.replace(answer, durability="memory")
         if self.parts.ingest is not None:
             self.parts.ingest.answer(key, answer)
