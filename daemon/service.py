@@ -209,21 +209,20 @@ class Service:
             self._become_ready()
 
     def _load_checkpoint(self) -> None:
-        for path in self.parts.checkpoint:
-            key = f"checkpoint:{path.name}"
-            self._expected.add(key)
-            # The operator names the folder: in a hub's cache its shards are links to where the bytes lie.
-            self._sources[key] = Source(path.name, self._opener(path.resolve()))
-        for path in self.parts.checkpoint:
-            identity = Identity.of(path.stat())
+        # The operator names the folder: in a hub's cache its shards are links to where the bytes lie.
+        shards = {f"checkpoint:{path.name}": path.resolve() for path in self.parts.checkpoint}
+        self._expected.update(shards)  # all of them, before the first can be in place
+        for path, (key, place) in zip(self.parts.checkpoint, shards.items(), strict=True):
+            identity = Identity.of(place.stat())
+            self._sources[key] = Source(path.name, self._opener(place))
             self._feed(
                 Seen(
-                    key=f"checkpoint:{path.name}",
+                    key=key,
                     name=path.name,
                     source="checkpoint",
                     identity=identity,
                     content=identity.content,
-                    place=str(path.resolve()),
+                    place=str(place),
                     now=time.monotonic(),
                 )
             )

@@ -55,6 +55,15 @@ def limited(daemon: RunningDaemon, what: int, soft: int) -> Iterator[None]:
             resource.prlimit(daemon.process.pid, what, before)
 
 
+def _comes_back(daemon: RunningDaemon, version: int, digest: str) -> None:
+    """Start it again: the same version has to be live, with the same bytes."""
+    daemon.start()
+    daemon.wait_up()
+    daemon.wait_status(lambda s: s.state == "ready" and s.version == version)
+    with daemon.control() as control:
+        assert control.digest().digest == digest
+
+
 def test_no_room_in_the_state_directory(daemon: RunningDaemon, shard: Tensors) -> None:
     """As on a full disk, every write of a file fails: shards go live all the same, and answers say what that means."""
     with daemon.trainer() as trainer:
@@ -74,11 +83,7 @@ def test_no_room_in_the_state_directory(daemon: RunningDaemon, shard: Tensors) -
     with daemon.control() as control:
         before = control.digest().digest
     daemon.kill()
-    daemon.start()
-    daemon.wait_up()
-    daemon.wait_status(lambda s: s.state == "ready" and s.version == 2)
-    with daemon.control() as control:
-        assert control.digest().digest == before
+    _comes_back(daemon, 2, before)
 
 
 def test_nothing_is_thrown_away_before_that_is_written_down(daemon: RunningDaemon, shard: Tensors) -> None:
@@ -96,11 +101,7 @@ def test_nothing_is_thrown_away_before_that_is_written_down(daemon: RunningDaemo
                 daemon.wait_status(partial(_live, version))
             time.sleep(1.2)  # longer than it takes to clear away
             daemon.kill()
-    daemon.start()
-    daemon.wait_up()
-    daemon.wait_status(lambda s: s.state == "ready" and s.version == 1)
-    with daemon.control() as control:
-        assert control.digest().digest == before
+    _comes_back(daemon, 1, before)
 
 
 def _live(version: int, status: wire.Status) -> bool:
@@ -203,11 +204,7 @@ def test_a_defect_of_ours(where: str, start_daemon: StartDaemon, tmp_path: Path,
         return
     assert daemon.process.wait(30) == 1
     (daemon.shards / "boom.safetensors").unlink()
-    daemon.start()
-    daemon.wait_up()
-    daemon.wait_status(lambda s: s.state == "ready" and s.version == 1)
-    with daemon.control() as control:
-        assert control.digest().digest == before
+    _comes_back(daemon, 1, before)
 
 
 def _applied(count: int, status: wire.Status) -> bool:
