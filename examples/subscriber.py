@@ -15,19 +15,19 @@ parser.add_argument("--timeout", type=float, default=60, help="seconds to wait a
 options = parser.parse_args()
 
 with Subscriber(options.events, options.control) as subscriber:
-    # The state is complete from the start, however late we join.
-    print(f"fused before we came: {sorted(subscriber.fused)}")
+    # The state is complete from the start, however late we join. Flushed: through a pipe, too, each line comes in time.
+    print(f"fused before we came: {sorted(subscriber.fused)}", flush=True)
 
     # Every wait has a deadline; TimeoutError says how things stand.
     version = subscriber.wait_for_layer(0, timeout=options.timeout)
-    print(f"layer 0 was fused by version {version}")
+    print(f"layer 0 was fused by version {version}", flush=True)
     subscriber.wait_ready(timeout=options.timeout)
-    print("the model answers")
+    print("the model answers", flush=True)
 
     # Each event comes once and in order, also those from before the waits above.
     for event in subscriber.events(timeout=options.timeout):
         match event:
             case LayerFused():
-                print(f"layer {event.layer} fused, version {event.version}")
+                print(f"layer {event.layer} fused, version {event.version}", flush=True)
             case ShardRefused():
-                print(f"{event.shard} was rejected: {event.reason}: {event.detail}")
+                print(f"{event.shard} was rejected: {event.reason}: {event.detail}", flush=True)
